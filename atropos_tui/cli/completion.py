@@ -1,10 +1,7 @@
 """Shell completion: `completion SHELL` prints a script that calls atropos-tui at every TAB.
 
-    source <(atropos-tui completion bash)        # in ~/.bashrc; the same with zsh in ~/.zshrc
-    atropos-tui completion fish | source         # in ~/.config/fish/config.fish
-
-`argcomplete` reads commands and flags from the parser; values are completed by the metavar of their
-argument.
+source <(atropos-tui completion bash)      # in ~/.bashrc, the same with zsh in ~/.zshrc
+atropos-tui completion fish | source       # in ~/.config/fish/config.fish
 """
 
 from __future__ import annotations
@@ -23,11 +20,10 @@ from atropos_tui.errors import Exit, UserError
 LOAD_COMPINIT = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }"
 """Sets up completion in a zsh that has not done so."""
 PLAIN = re.compile(r"[\w.:@+-]+")
-"""Names from files that are offered: every shell reads them as one plain word."""
+"""Names that every shell reads as one plain word."""
 
 
 def completion(options: argparse.Namespace) -> int:
-    """Print the script."""
     script = argcomplete.shellcode(["atropos-tui"], use_defaults=False, shell=options.shell).strip()
     if options.shell == "zsh":
         head, _, rest = script.partition("\n")  # line 1 is `#compdef`, which zsh expects first
@@ -37,8 +33,7 @@ def completion(options: argparse.Namespace) -> int:
 
 
 def answer(parser: argparse.ArgumentParser) -> None:
-    """Answer the shell, which passes its question in the environment; raises SystemExit after
-    that."""
+    """Answer the shell's question in the environment, then raise SystemExit."""
     _complete_values(parser)
     finder = argcomplete.ExclusiveCompletionFinder()
     finder(parser, always_complete_options=False, exit_method=sys.exit)
@@ -56,7 +51,7 @@ def _complete_values(parser: argparse.ArgumentParser) -> None:
 def values(
     prefix: str, action: argparse.Action, parser: argparse.ArgumentParser, **parsed: Any
 ) -> dict[str, str]:
-    """Return the possible values of `action` with descriptions, derived from its metavar."""
+    """Possible values of `action` with descriptions, from its metavar."""
     # Words that a list argument already has are not offered again.
     given = getattr(parsed["parsed_args"], action.dest, None)
     taken = given if isinstance(given, list) and not action.option_strings else []
@@ -97,8 +92,7 @@ def _components(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _keys() -> dict[str, str]:
-    """Keys of a profile with their types. Reads the shipped JSON Schema, which needs no pydantic
-    and is fast."""
+    """Keys of a profile with their types, from the shipped JSON Schema: no pydantic."""
     from atropos_tui.profile.load import shipped_profiles
 
     beside = next(iter(shipped_profiles().values()))
@@ -113,7 +107,7 @@ def _keys() -> dict[str, str]:
 
 
 def _table(part: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """Keys of a table, or of the table in a list of tables; empty for anything else."""
+    """Keys of a table, or of the table in a list of tables."""
     for form in [part, *part.get("anyOf", []), *part.get("allOf", [])]:
         if "$ref" in form:
             return dict(definitions[form["$ref"].rpartition("/")[2]].get("properties", {}))

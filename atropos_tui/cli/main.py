@@ -1,5 +1,5 @@
 """Dispatch of commands, and the outermost error handling: a user's mistake becomes a message, an
-internal error a report file."""
+internal error a report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from atropos_tui.gate import gated
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run one command and return its exit code; only argparse and argcomplete raise SystemExit."""
+    """Run one command and return its exit code."""
     with gated():
         return _run(argv)
 
@@ -77,8 +77,8 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _of_this_shell(error: Exception) -> UserError | None:
-    """Return the mistake behind an error that this shell causes: a removed current directory, or a
-    low limit of open files."""
+    """Mistake behind an error of this shell: a removed current directory, or a low limit of open
+    files."""
     if isinstance(error, FileNotFoundError) and _folder_is_gone():
         problem = Problem(
             "it was removed or replaced after this shell entered it", "cd to a folder that exists"
@@ -136,8 +136,7 @@ def _no_command(word: str, known: Collection[str]) -> UserError:
 def _misplaced_set(
     argv: Sequence[str], sets: Sequence[str], unknown: Sequence[str]
 ) -> UserError | None:
-    """Return the mistake where `--set` has several assignments, or a key and its value as two
-    words."""
+    """`--set` with several assignments, or with key and value as two words."""
     given = [*argv]
     for item in sets:
         # The words after this --set and its argument; each round continues behind the one before.
@@ -161,8 +160,8 @@ def _misplaced_set(
 
 
 def _report_fault(argv: Sequence[str], run_dir: Path | None) -> int:
-    """Write a report with the traceback beside the run, or to a private temporary file, and print
-    its path. Never raises."""
+    """Write a report beside the run, or to a private temporary file, and print its path. Never
+    raises."""
     from atropos_tui.profile.redact import hide_command
 
     versions = (
@@ -182,11 +181,8 @@ def _report_fault(argv: Sequence[str], run_dir: Path | None) -> int:
 
 
 def _write_report(report: str, run_dir: Path | None) -> Path:
-    """Write `report` and return its path: beside the run, or to a temporary file if the run's
-    directory is not writable.
-
-    Raises:
-        OSError: even a temporary file cannot be written.
+    """Raises:
+    OSError: even a temporary file cannot be written.
     """
     from atropos_common.system.run_dir import RunDir
 

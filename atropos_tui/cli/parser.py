@@ -1,5 +1,4 @@
-"""All commands and flags of `atropos-tui`. Imports nothing heavy, so that `--help` answers at
-once."""
+"""All commands and flags of `atropos-tui`. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -15,8 +14,6 @@ EPILOG = """exit codes: 0 done · 1 internal error · 2 usage or failed pre-flig
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser. Every command sets `handler` to "module:function" below
-    `atropos_tui.cli`."""
     parser = argparse.ArgumentParser(
         prog="atropos-tui",
         description="Run the four-process Atropos RL stack from one TOML profile.",
@@ -35,7 +32,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def command_names(parser: argparse.ArgumentParser) -> list[str]:
-    """Names of all commands of `parser`."""
     (commands,) = [
         action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
     ]
@@ -73,7 +69,7 @@ def _count(text: str) -> int:
 
 
 def _speed(text: str) -> float:
-    """Parse a playback speed from 1/16 to 4096; `8x` is accepted."""
+    """Playback speed from 1/16 to 4096, such as `8x`."""
     try:
         value = float(text.removesuffix("x"))
     except ValueError:
@@ -106,8 +102,7 @@ ACTED_ON = f"{NAMED} (default: the only live run); {REMOTE}"
 def _run_argument(
     parser: argparse.ArgumentParser, text: str = RUN, *, positional: bool = True
 ) -> None:
-    """Add `[RUN]` and `--run-dir`. Commands that also take components sort their words
-    themselves."""
+    """Add `[RUN]` and `--run-dir`."""
     # Both name the run, so giving both is a mistake.
     where = parser.add_mutually_exclusive_group()
     if positional:

@@ -1,4 +1,4 @@
-"""JSON Schema of the output of `--json`, and the page docs/json.md, which is generated from it.
+"""JSON Schema of the output of `--json`, and the page docs/json.md made from it.
 
 atropos-tui schema ps
 python -m atropos_tui.cli.schemas > docs/json.md
@@ -39,7 +39,7 @@ ANSWERS: dict[str, Any] = {
     "validate": answers.Validated,
     "why": answers.Why,
 }
-"""Model of each command's output; `events` and `logs` print one object a line."""
+"""Command -> model of its output; `events` and `logs` print one object a line."""
 LINES = ("events", "logs")
 
 HEAD = """\
@@ -85,13 +85,13 @@ def _documented(found: JsonSchemaValue, of: type) -> JsonSchemaValue:
 
 
 def _in_json(text: str) -> str:
-    """Return a docstring as one line, with JSON's `null` for None."""
+    """One line, with JSON's `null` for None."""
     return re.sub(r"\bNone\b", "null", " ".join(text.split()))
 
 
 @cache
 def _field_texts(of: type) -> dict[str, str]:
-    """Strings below the fields of a class of this project, each as one line."""
+    """Strings below the fields of a class, each as one line."""
     if not of.__module__.startswith("atropos_"):
         return {}
     # Python keeps no docstring of a field, so its text is taken from the source.
@@ -106,7 +106,6 @@ def _field_texts(of: type) -> dict[str, str]:
 
 
 def answer_schema(command: str) -> dict[str, Any]:
-    """JSON Schema of the output of `command --json`; for `events` and `logs`, of one line."""
     schema = TypeAdapter(ANSWERS[command]).json_schema(
         mode="serialization", schema_generator=_Schema
     )
@@ -117,13 +116,11 @@ def answer_schema(command: str) -> dict[str, Any]:
 
 
 def answer_json(command: str, answer: Any) -> str:
-    """Format `answer` as `command --json` prints it, in ASCII, because a terminal obeys some other
-    characters."""
+    """ASCII only, because a terminal obeys some other characters."""
     return ascii_json(TypeAdapter(ANSWERS[command]).dump_json(answer, indent=2).decode())
 
 
 def page() -> str:
-    """Text of docs/json.md."""
     parts, described = [HEAD], set()
     for command in ANSWERS:
         schema = answer_schema(command)
@@ -153,7 +150,7 @@ def _rows(schema: dict[str, Any]) -> str:
 
 
 def _type(field: dict[str, Any]) -> str:
-    """Describe a field's type in words, such as `number or null` in JSON."""
+    """A field's type in words, such as `number or null` in JSON."""
     if "$ref" in field:
         return str(field["$ref"]).rpartition("/")[2]
     if "enum" in field:

@@ -1,7 +1,6 @@
-"""Text for terminals: events, component tables, ends of runs, and the live lines of a run without a
-screen.
+"""Text for terminals: events, component tables, ends of runs, live lines.
 
-Printing runs in a thread of its own: a paused terminal or a full pipe must not block a supervisor.
+Printing runs in a thread: a paused terminal must not block a supervisor.
 """
 
 from __future__ import annotations
@@ -51,29 +50,26 @@ _BEYOND_ASCII = re.compile("[^ -~\n]")
 LOOK_S = 0.5
 """Seconds between two reads of the telemetry of a run without a screen."""
 EVERY_S = 2.0
-"""Smallest interval in seconds between two lines about training."""
+"""Seconds between two lines about training."""
 PATIENCE_S = 2.0
-"""Seconds that the end of a command waits for a reader that does not read."""
+"""Seconds that the end of a command waits for a reader."""
 PARTING_S = 60.0
-"""Seconds that the end of a run waits until its last lines are read."""
 BACKLOG = 10_000
-"""Most lines that wait to be printed."""
+"""Lines that wait to be printed."""
 
 
 def ascii_json(text: str) -> str:
-    """Escape everything beyond ASCII in JSON text: a terminal obeys some of it."""
     return _BEYOND_ASCII.sub(lambda found: json.dumps(found.group())[1:-1], text)
 
 
 INKS: dict[Tone, str] = {"good": "32", "busy": "36", "warn": "33", "bad": "31", "dim": "2"}
-"""Colour codes of the terminal's own palette, which are legible on any background; a glyph carries
-the same meaning without colour."""
+"""Colours of the terminal's own palette; a glyph carries the same meaning without colour."""
 _STATES = re.compile(f"(?<=  )(?:{'|'.join(re.escape(glyph_and_word(state)) for state in State)})")
 """State words in a column; in a sentence they are ordinary words."""
 
 
 def has_colour() -> bool:
-    """Return True if standard output is a terminal that wants colours (https://no-color.org)."""
+    """Standard output is a terminal that wants colours (https://no-color.org)."""
     return (
         sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     )
@@ -89,7 +85,7 @@ def painted(text: str) -> str:
 
 
 def event_line(record: Record) -> str:
-    """Format one record of supervisor.jsonl as one line (a diagnosis takes three)."""
+    """One record as one line (a diagnosis takes three)."""
     clock = time.strftime("%H:%M:%S", time.localtime(record.time))
     match record:
         case StateRecord():
@@ -129,8 +125,7 @@ def table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
 
 
 def ps_table(status: RunStatus, said: str = "", now: float | None = None) -> str:
-    """Format the components of a run for `ps`; `said` is the verdict on the run, shown below the
-    title."""
+    """Components of a run; `said` is the verdict, shown below the title."""
     now = time.time() if now is None else now
     # The column is left out on machines without GPUs.
     gpu = (
@@ -161,7 +156,7 @@ def ps_table(status: RunStatus, said: str = "", now: float | None = None) -> str
 
 
 def _gpu_line(gpu: GpuStatus) -> str:
-    """Format one GPU with its total use, our processes and others."""
+    """Total use of one GPU, our processes and others."""
     busy = "" if gpu.utilization_percent is None else f", {gpu.utilization_percent} % busy"
     name = f" ({one_line(gpu.name)})" if gpu.name else ""
     return (
@@ -194,7 +189,7 @@ def _ps_row(component: ComponentStatus, now: float, *, with_gpu: bool) -> tuple[
 
 
 def confirmed(question: str) -> bool:
-    """Ask a yes/no question on the terminal; the end of the input means no."""
+    """Ask a yes/no question; the end of the input means no."""
     try:
         print(f"{question} [y/N] ", end="", flush=True)  # `input(prompt)` would bypass the gate
         return input().strip().lower() in ("y", "yes")
@@ -204,7 +199,6 @@ def confirmed(question: str) -> bool:
 
 
 def recipe_text(recipe: Recipe) -> str:
-    """Describe what a command would stop and start."""
     target = f" {recipe.component}" if recipe.component else ""
     lines = [f"{recipe.action}{target}"]
     if recipe.stop:
@@ -217,7 +211,7 @@ def recipe_text(recipe: Recipe) -> str:
 
 
 def ending(result: dict[str, Any]) -> str:
-    """Describe how a run ended; for a failure with the component and its last lines."""
+    """How a run ended; after a failure with the component and its last lines."""
     code = result.get("exit_code")
     lines = [f"run ended with code {code}: {one_line(str(result.get('reason', '')))}"]
     last = result.get("last_lines") or []
@@ -228,8 +222,7 @@ def ending(result: dict[str, Any]) -> str:
 
 
 class StepLines:
-    """Prints optimizer steps from telemetry.jsonl, from now on; steps of earlier attempts are not
-    repeated."""
+    """Prints new optimizer steps; those of earlier attempts are not repeated."""
 
     def __init__(self, run: RunDir, training_steps: int | None, say: Callable[[str], None]) -> None:
         self._tail = RecordTail(run.telemetry_jsonl, from_end=True)
@@ -241,7 +234,7 @@ class StepLines:
         self._unprinted = ""
         self._printed_at = 0.0
         self._looking = threading.Lock()
-        """Serialises reads: a cancelled read goes on in its thread for a moment."""
+        """Serialises reads: a cancelled one goes on in its thread for a moment."""
 
     async def beside(self, work: Coroutine[Any, Any, T]) -> T:
         """Print steps while `work` runs, and return its result."""
@@ -294,7 +287,7 @@ class StepLines:
 
 
 def step_line(step: StepRecord, timing: TimingRecord, total: int | None) -> str:
-    """Format one optimizer step in the columns of the events."""
+    """One optimizer step in the columns of the events."""
     clock = time.strftime("%H:%M:%S", time.localtime(step.time))
     count = f"{step.step:>{len(str(total))}}/{total}" if total else str(step.step)
     return (
@@ -305,8 +298,7 @@ def step_line(step: StepRecord, timing: TimingRecord, total: int | None) -> str:
 
 
 class Printer:
-    """Prints lines in a thread behind a bounded queue; lines that do not fit are counted and
-    reported at the end."""
+    """Prints lines in a thread behind a bounded queue; reports at the end how many did not fit."""
 
     def __init__(self) -> None:
         self._lines: queue.Queue[str | None] = queue.Queue(BACKLOG)
@@ -343,8 +335,8 @@ class Printer:
 
 @contextlib.contextmanager
 def exit_if_blocked(code: int, patience_s: float = PARTING_S) -> Iterator[None]:
-    """Exit with `code` after `patience_s` seconds if the final output blocks on a paused terminal
-    or a full pipe. The run is over, and its files have the same facts."""
+    """Exit with `code` after `patience_s` seconds if the last output blocks on a paused
+    terminal."""
     # os._exit: an ordinary exit would flush the blocked output and hang as well.
     timer = threading.Timer(patience_s, os._exit, (code,))
     timer.daemon = True

@@ -1,5 +1,4 @@
-"""Cross-checks of `[cluster]`, `[[node]]` and the `node` keys that need no machine. Pure
-functions."""
+"""Cross-checks of `[cluster]`, `[[node]]` and the `node` keys that need no machine. Pure."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ ADD_CLUSTER = 'add [cluster] with launcher = "slurm", "ssh", "kubernetes" or "ra
 
 
 def check_nodes(profile: Profile) -> list[Problem]:
-    """Return the contradictions about machines: first whether they exist, then what is placed on
-    them."""
+    """Contradictions about machines: whether they exist, then what is placed on them."""
     if not profile.is_spread:
         return list(_without_cluster(profile))
     wrong = [*_machines(profile), *_hosts(profile), *_known(profile)]
@@ -175,7 +173,6 @@ def _engine_seats(profile: Profile) -> Iterator[Problem]:
 
 
 def _spread(profile: Profile, index: int) -> Problem | None:
-    """Return the reason why a server cannot be spread over several machines; None if it can."""
     section, parts = (
         profile.vllm[index],
         len(next((seats for _, seats in profile.seated[index]), [])),
@@ -260,7 +257,7 @@ def _trainer_seats(profile: Profile) -> Iterator[Problem]:
 
 
 def crowded(profile: Profile) -> Iterator[Problem]:
-    """Report GPUs that are used twice: by engines whose shares exceed 1, or by the trainer of a
+    """GPUs that are used twice: by engines whose shares exceed 1, or by the trainer of a
     broadcast and an engine."""
     on: defaultdict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
     own = {("", gpu) for gpu in profile.trainer.gpus if not profile.is_spread}
@@ -362,8 +359,7 @@ def _api_host(profile: Profile) -> Iterator[Problem]:
 
 
 def _probes(profile: Profile) -> Iterator[Problem]:
-    """Refuse checks that only the component's own machine can make, because the supervisor makes
-    them."""
+    """Refuse checks that only the component's own machine can make."""
     # The supervisor runs on the profile's first machine.
     here = next(iter(profile.machines), None)
     for name, part in profile.component.items():
@@ -383,7 +379,7 @@ def _probes(profile: Profile) -> Iterator[Problem]:
 
 
 def unused_gpus(profile: Profile) -> dict[str, int]:
-    """Return the number of unused GPUs by machine."""
+    """Machine -> number of unused GPUs."""
     taken: defaultdict[str, set[int]] = defaultdict(set)
     seats: list[Seat] = [seat for made in profile.seated for _, each in made for seat in each]
     for seat in [*seats, *trainer_seats(profile)]:

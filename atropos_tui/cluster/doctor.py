@@ -1,8 +1,7 @@
-"""`doctor --nodes PROFILE`: check whether the nodes of a stack can run it and reach each other.
+"""`doctor --nodes PROFILE`: can the nodes of a stack run it and reach each other?
 
-Each node is checked through the launcher that will start its components, all at the same time. `up`
-runs the same checks and refuses nodes that fail; it omits the collectives, which take as long as an
-import of torch.
+Each node is checked through the launcher that will start its components. `up` runs the same checks
+without the collectives, which take as long as an import of torch.
 """
 
 from __future__ import annotations
@@ -36,18 +35,17 @@ from atropos_tui.monitor.format import bytes_text
 from atropos_tui.profile.spec import Node, Place, StackSpec
 
 WORST_SKEW_S, SKEW_S = 10.0, 1.0
-"""Seconds of clock skew: above the first, records of different nodes are in the wrong order; above
-the second, charts look wrong."""
+"""Seconds of clock skew at which records are out of order, and at which charts look wrong."""
 CLOCK_READINGS = 3
 SEEN_S = 5.0
 """Seconds after which a network file system must show a new file."""
 IMPORT_S = 180.0
-"""Timeout in seconds of `import torch` on a cold network disk."""
+"""Seconds for `import torch` on a cold network disk."""
 COLLECTIVE_S = 60.0
 MEMORY_MIB, GPU_MIB = 64, 1024
-"""MiB of the gathered tensor of all ranks together, on CPUs and on GPUs."""
+"""MiB of the gathered tensor of all ranks, on CPUs and on GPUs."""
 SOCKET = {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}
-"""Variables that make NCCL use plain sockets, without a plug-in for a fabric."""
+"""NCCL over plain sockets, without a plug-in for a fabric."""
 SAME = ("python", *node_probe.PACKAGES)
 
 
@@ -58,13 +56,12 @@ class Target:
     node: Node
     place: Place
     gpus: frozenset[int] = frozenset()
-    """Indices of the GPUs of its components."""
     ports: Mapping[int, str] = field(default_factory=dict)
-    """Names of its components by the port on which they listen."""
+    """Port -> component that listens there."""
 
 
 def targets_of(stack: StackSpec) -> list[Target]:
-    """Return every node of a stack on which something runs."""
+    """Every node on which something runs."""
     found = []
     for node in stack.nodes:
         parts = [
@@ -80,11 +77,11 @@ def targets_of(stack: StackSpec) -> list[Target]:
 
 
 async def examine(targets: Sequence[Target], folder: Path, *, collectives: bool) -> list[Check]:
-    """Run every check; results come node by node in the order of the targets.
+    """Run every check, in the order of the targets.
 
     Args:
-        folder: a folder that all nodes must see; test files are written there and removed.
-        collectives: also try an all-gather and a reduce-scatter between the nodes.
+        folder: all nodes must see it; test files are written there and removed.
+        collectives: also try an all-gather and a reduce-scatter.
     """
     # The same function on this machine, in a thread: it walks through all sources.
     here = await asyncio.to_thread(node_probe.facts)
@@ -113,10 +110,10 @@ async def examine(targets: Sequence[Target], folder: Path, *, collectives: bool)
 
 
 def refuse_unfit(stack: StackSpec, folder: Path) -> list[str]:
-    """Check the nodes of a stack; return warnings as lines.
+    """Check the nodes; return warnings.
 
     Raises:
-        UserError: the nodes cannot run it; lists every reason.
+        UserError: the nodes cannot run the stack; lists every reason.
     """
     targets = targets_of(stack)
     if not any(target.place.prefix for target in targets):  # every component runs on this machine
@@ -141,12 +138,11 @@ class NodeChecks:
         self.target, self.here, self.folder = target, here, folder
         self.far: NodeConnection | None = None
         self.listener: list[Any] | None = None
-        """Address and port where it listens for the other nodes."""
+        """Address and port for the other nodes to try."""
         self.said: list[str] = []
         self.wrong: list[Check] = []
 
     def verdict(self) -> Iterator[Check]:
-        """Yield one line for the node, then one for each problem."""
         if self.said and not any(check.verdict == "fail" for check in self.wrong):
             yield ok(self._name(), ", ".join(self.said))
         yield from self.wrong
@@ -161,7 +157,6 @@ class NodeChecks:
         self.wrong.append(warn(self._name(what), found, fix))
 
     async def first(self, opened: contextlib.AsyncExitStack) -> None:
-        """Run all checks that involve this node alone."""
         target = self.target
         try:
             far = await opened.enter_async_context(NodeConnection.open(target.place))
@@ -287,8 +282,7 @@ class NodeChecks:
         self.said.append(f"clock {skew:+.2f} s")
 
     async def _judge_folder(self, far: NodeConnection) -> None:
-        """Check that the path is the same folder on both machines: each reads what the other
-        writes."""
+        """The path must be the same folder on both machines: each reads what the other writes."""
         token, back = (f".atropos-{end}-{secrets.token_hex(8)}" for end in ("here", "there"))
         fix = "choose a --run-dir on a file system that all nodes have under the same path"
         ours, theirs = self.folder / token, self.folder / back
@@ -386,8 +380,8 @@ class Rank:
 
 
 async def between(targets: Sequence[Target], folder: Path) -> Check:
-    """Run an all-gather and a reduce-scatter between the nodes: with NCCL if at least two have
-    GPUs, otherwise with gloo."""
+    """All-gather and reduce-scatter between the nodes: NCCL if at least two have GPUs, otherwise
+    gloo."""
     with_gpus = [target for target in targets if target.gpus or target.node.gpus]
     by_nccl = len(with_gpus) > 1
     chosen = with_gpus if by_nccl else list(targets)
@@ -476,8 +470,7 @@ async def _run_rank(
 
 
 def _failure(ranks: Iterable[Rank]) -> str | None:
-    """Describe the ranks that did not finish and their stage; None if all finished with right
-    numbers."""
+    """Ranks that did not finish, and their stage; None if all have right numbers."""
     for rank in ranks:
         if rank.fault:
             return f"{rank.target.node.name} failed after the stage {rank.stage!r}: {rank.fault}"

@@ -1,9 +1,7 @@
-"""Frame protocol between a supervisor and the parent of a component, over any two descriptors: a
-socket, pipes, an ssh.
+"""Frame protocol between a supervisor and a node agent, over any two descriptors.
 
-A frame is `KIND LENGTH`, a newline, and LENGTH bytes. End of file means that the peer has exited.
-`keeper.py` and `node_agent.py` define the kinds. In an event loop frames are sent by
-`outbox.Outbox`. Imports only quick parts of the standard library.
+A frame is `KIND LENGTH`, a newline, and LENGTH bytes. `node_agent.py` defines the kinds. Imports
+only quick parts of the standard library.
 """
 
 from __future__ import annotations
@@ -16,18 +14,17 @@ import struct
 from atropos_tui.supervisor.processes.logs import read_some
 
 MOST_FRAME = 256 * 1024 * 1024
-"""Largest frame in bytes; a longer one is a protocol error."""
+"""Largest frame in bytes."""
 
 Frame = tuple[str, bytes]
 
 
 def head(kind: str, payload: bytes = b"") -> bytes:
-    """Return the header of a frame."""
     return f"{kind} {len(payload)}\n".encode()
 
 
 def is_own_peer(connection: socket.socket) -> bool:
-    """Return True if the peer of a Unix socket is a process of this user."""
+    """The peer of a Unix socket is a process of this user."""
     _, uid, _ = struct.unpack(
         "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     )
@@ -39,11 +36,10 @@ class ConnectionClosedError(OSError):
 
 
 class Connection:
-    """Both directions of a connection. Owns its descriptors, which may be one.
+    """Both directions of a connection; owns its descriptors.
 
     Args:
-        patience_s: seconds that a reader may be busy if the descriptors do not block; None: no
-            limit.
+        patience_s: seconds that a reader may be busy; None: no limit.
         after: marker; everything up to it is skipped, and a frame `began` reports it.
     """
 
@@ -84,7 +80,7 @@ class Connection:
                 parts[0] = parts[0][written:]
 
     def read(self) -> list[Frame] | None:
-        """Return the frames completed by one read; None at the end, or after a protocol error."""
+        """Frames completed by one read; None at the end, or after a protocol error."""
         data = read_some(self.reading)
         if data is None:
             return []
@@ -95,10 +91,8 @@ class Connection:
             return None
 
     def receive(self, timeout_s: float | None = None) -> Frame:
-        """Wait for the next frame and return it.
-
-        Raises:
-            ConnectionClosedError: none came within `timeout_s`, or the peer has exited.
+        """Raises:
+        ConnectionClosedError: no frame within `timeout_s`, or the peer has exited.
         """
         waiting = select.poll()
         waiting.register(self.reading, select.POLLIN)
@@ -112,7 +106,7 @@ class Connection:
         return self._frames.pop(0)
 
     def pending(self) -> list[Frame]:
-        """Return the frames that arrived with the last frame of `receive`."""
+        """Frames that arrived with the last frame of `receive`."""
         frames, self._frames = self._frames, []
         return frames
 

@@ -1,14 +1,3 @@
-"""Machine of each component of a profile for several machines, and the command that reaches it.
-Pure functions.
-
-    hosts_of(profile, os.environ)      # the machines as the launcher knows them
-    place_of(profile, hosts, "infer") # host, address, and the command in front of the component's
-    own
-
-The profile names the hosts of ssh, Kubernetes and Ray. The environment of a SLURM job names those
-of SLURM; `addresses` then maps them to addresses.
-"""
-
 from __future__ import annotations
 
 import re
@@ -30,29 +19,24 @@ SSH_OPTIONS = (
     "ServerAliveCountMax=2",
     "ControlPath=none",
 )
-"""ssh options: ask no question, give up after 10 s, notice a silent machine within 10 s, and use a
-separate connection."""
+"""Ask no question, give up after 10 s, notice a silent machine within 10 s, use a separate
+connection."""
 BRIDGE = "atropos_tui.cluster.ray_bridge"
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """Machines of a stack, the supervisor's own first; empty for a stack of one machine."""
+    """Machines of a stack, the supervisor's own first; empty for one machine."""
 
     nodes: tuple[Node, ...] = ()
     here: str = ""
     """Host of the supervisor; empty: none of these."""
     het: Mapping[str, int] | None = None
-    """Component of a heterogeneous SLURM job by host."""
+    """Host -> component of a heterogeneous SLURM job."""
     binds: bool = True
-    """SLURM would bind a step to a part of the job's processors on a node."""
+    """SLURM would bind a step to a part of the job's processors."""
 
     def node(self, name: str) -> Node:
-        """Return the machine of that name.
-
-        Raises:
-            ValueError: there is none.
-        """
         if name not in self._by_name:
             raise ValueError(f"no machine is called {name!r}")
         return self._by_name[name]
@@ -63,8 +47,7 @@ class Hosts:
 
 
 def foreseen(profile: Profile) -> Hosts:
-    """Return the machines before they are allocated: with the profile's `hosts`, or else with their
-    own names as hosts."""
+    """Machines before they are allocated: the profile's `hosts`, or their own names."""
     if not profile.is_spread:
         return Hosts()
     nodes: list[Node] = []
@@ -87,10 +70,10 @@ def hosts_of(
     *,
     binds: bool = True,
 ) -> Hosts:
-    """Return the machines of a profile; within a SLURM job those of its allocation.
+    """Machines of a profile; within a SLURM job those of its allocation.
 
     Args:
-        addresses: address for the other nodes by host; default: the host's name.
+        addresses: host -> address for the other nodes.
         binds: see `Hosts`.
     """
     expected = foreseen(profile)
@@ -115,8 +98,7 @@ def hosts_of(
 
 
 def _in_order(profile: Profile, groups: list[list[str]]) -> list[str]:
-    """Return the hosts in the order of the profile's machines: one component of the job for each
-    [[node]], or else all hosts in sequence."""
+    """One component of the job for each [[node]], or else all hosts in sequence."""
     if len(groups) == 1:
         return groups[0]
     return [
@@ -127,8 +109,7 @@ def _in_order(profile: Profile, groups: list[list[str]]) -> list[str]:
 
 
 def allocated(environment: Mapping[str, str]) -> list[list[str]]:
-    """Return the hosts of the SLURM job in `environment`, by component of a heterogeneous job;
-    empty outside a job."""
+    """Hosts of this SLURM job, by component of a heterogeneous job."""
     if "SLURM_JOB_ID" not in environment:
         return []  # stale variables of an allocation that has ended
     size = environment.get("SLURM_HET_SIZE", "")
@@ -146,7 +127,7 @@ _PART = re.compile(r"\[([^\]]*)\]|([^\[\]]+)")
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Expand SLURM's list of hosts: `n[1-3,07],login` is n1, n2, n3, n07 and login."""
+    """Expand SLURM's `n[1-3,07],login` to n1, n2, n3, n07, login."""
     return [
         host for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text) for host in _expanded(word)
     ]
@@ -169,7 +150,7 @@ def _numbers(text: str) -> Iterator[str]:
 
 
 def place_of(profile: Profile, hosts: Hosts, name: str) -> Place:
-    """Return the place of components on the machine `name`."""
+    """Place of components on the machine `name`."""
     cluster, node = profile.cluster or ClusterSection(), hosts.node(name)
     python = cluster.python or sys.executable
     het = (hosts.het or {}).get(node.host)
@@ -180,17 +161,14 @@ def place_of(profile: Profile, hosts: Hosts, name: str) -> Place:
 def prefix_of(
     cluster: ClusterSection, node: Node, het: int | None = None, *, binds: bool = True
 ) -> list[str]:
-    """Return the command that runs its arguments on `node`, with stdin, stdout and stderr
-    connected.
+    """Command that runs its arguments on `node`, with stdin, stdout and stderr connected.
 
-    A SLURM step gets all that the job has on the node and shares it with other steps; `--exact`
-    would give it one processor. The program receives its environment over stdin, so `srun` exports
-    none.
+    A SLURM step shares all that the job has on the node; `--exact` would give it one processor. The
+    environment travels over stdin, so `srun` exports none.
 
     Args:
         het: component of a heterogeneous job.
-        binds: see `Hosts`. Without binding, `--cpu-bind=none` would only add a warning to each
-            component's log.
+        binds: see `Hosts`; otherwise `--cpu-bind=none` would only add a warning to each log.
     """
     match cluster.launcher:
         case "slurm":
@@ -226,7 +204,6 @@ def prefix_of(
 
 
 def lacking(profile: Profile, hosts: Hosts) -> list[Problem]:
-    """Report what an allocation lacks."""
     missing = [name for name in profile.machines if name not in {node.name for node in hosts.nodes}]
     if not missing:
         return []

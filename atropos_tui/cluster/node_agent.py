@@ -1,25 +1,17 @@
 """Node agent of a launcher: starts one component on its node for the supervisor.
 
-    PREFIX python -I -S -c '... from atropos_tui.cluster.node_agent import main;
-    main()' ROOT
+    PREFIX python -I -S -c '... node_agent import main; main()' ROOT
 
-Its stdin and stdout carry frames (`frames.Connection`); the command line has no secrets. It first
-writes `MAGIC`, because a login shell may print before it. The first frame that it reads is one of
-two:
+stdin and stdout carry frames; the command line has no secrets. It first writes `MAGIC`, because a
+login shell may print before it. The first frame is one of two:
 
-- `start` with a job: start the component as its child, in a session of its own, and send `kept`
-  (pids). Then it sends `output`, `exit` (exit status), `left` and `stuck` during an end, and
-  `beat`. It reads `end` (signal and grace period), `hurry`, `measure` (answered by `usage`) and
-  `beat`. When no process of the component is left on this node, it sends `gone` with the number of
-  killed processes, and exits.
-- `sweep` with a job: kill what a killed node agent has left, send `gone`, and exit.
+- `start` with a job: start the component, send `kept` (pids), later `output`, `exit`, `left`,
+`stuck` and `beat`. It reads `end` (signal and grace period), `hurry`, `measure` and `beat`. When no
+process is left, it sends `gone` and exits.
+- `sweep` with a job: kill what a killed node agent has left, send `gone`, exit.
 
-At the end of stdin, or after `OWNER_S` without a frame, the supervisor counts as gone and the
-component is killed. Programs reach the supervisor by a socket of this process in a private folder,
-tunnelled through the same frames (`outbox.Channels`), so that nothing new listens on a network.
-
-While the connection is full, output waits in the component's pipe. Imports only the standard
-library.
+At the end of stdin, or after `OWNER_S` without a frame, the component is killed. Programs reach the
+supervisor by a socket that is tunnelled through the frames. Standard library only.
 """
 
 from __future__ import annotations
@@ -65,21 +57,19 @@ ARGUMENTS = bare(__name__)
 MAGIC = b"\natropos-line 1\n"
 BEAT_S = 2.0
 OWNER_S = 60.0
-"""Supervisor timeout in seconds. A killed srun leaves stdin open, so the end of stdin is not
-enough."""
+"""Supervisor timeout in seconds: a killed srun leaves stdin open."""
 OWNER_BEAT_S = 3.0
 """Seconds between two beats of an idle supervisor."""
 SURVEY_S = 5.0
-"""Seconds between two surveys of members and of the files in /dev/shm that they have mapped."""
+"""Seconds between two surveys of members and their files in /dev/shm."""
 SWEEP_S = 8.0
 
 
 def environment(job: Mapping[str, Any], here: Mapping[str, str]) -> dict[str, str]:
-    """Return the component's environment.
+    """The component's environment.
 
-    The base is this node's own environment (SLURM_*, HOME, TMPDIR, assigned GPUs) without secrets
-    that the role does not need. The supervisor's variables that belong to no machine, and those of
-    the plan, override it. PATH has the supervisor's entries, then this node's.
+    This node's own (SLURM_*, HOME, TMPDIR, assigned GPUs) without secrets, then the supervisor's
+    variables that belong to no machine, then the plan's.
     """
     own = {
         name: value
@@ -94,7 +84,7 @@ def environment(job: Mapping[str, Any], here: Mapping[str, str]) -> dict[str, st
 
 
 class NodeAgent:
-    """One component on this node, during its life."""
+    """One component on this node."""
 
     def __init__(self, line: Connection, out: Outbox, job: Mapping[str, Any]) -> None:
         self._line, self._out, self._job = line, out, job
@@ -117,7 +107,6 @@ class NodeAgent:
         self._leaves = [Path(path) for path in job["clears"]]
 
     async def serve(self) -> None:
-        """Start the component and return when none of its processes is left."""
         beats = Beats(BEAT_S, lambda: [self._out])
         try:
             await self._start()
@@ -134,7 +123,7 @@ class NodeAgent:
         await self._out.flush(OWNER_S)
 
     def _failed(self, error: OSError | LaunchError) -> None:
-        """Report a failed start: exit code 2 if another try would fail as well, otherwise 1."""
+        """Report a failed start: exit code 2 if another try would fail too, otherwise 1."""
         reason = f"{error.problem}: {error.fix}" if isinstance(error, LaunchError) else str(error)
         lasting = isinstance(
             error, LaunchError | FileNotFoundError | NotADirectoryError | PermissionError
@@ -173,8 +162,7 @@ class NodeAgent:
         self._child.begin(lambda child: self._out.send("exit", str(child.exit_code).encode()))
 
     async def _listen(self, name: str) -> str:
-        """Create the socket on which the component reaches the supervisor, in a folder of its own.
-        Return its path."""
+        """Create the socket on which the component reaches the supervisor."""
         folder = scratch_below(os.environ, name)[0]
         # A Unix socket's path is limited to about 108 bytes.
         if len(os.fsencode(folder)) > LONGEST_SOCKET - len("/control.sock"):
@@ -324,8 +312,8 @@ class NodeAgent:
 
 
 def sweep(job: Mapping[str, Any]) -> int:
-    """Kill a component that a killed or hanging node agent has left, that agent, and delete its
-    files. Return the number of killed processes."""
+    """Kill what a killed or hanging node agent has left, and that agent. Return the number of
+    killed processes."""
     tracker, mine = Tracker(job["run_id"]), procfs.ancestors()
     end = procfs.read(job["end_pid"]) if job["end_pid"] else None
     # The agent first, or it would report the end of its component.

@@ -1,8 +1,6 @@
-"""Connection to a program on another machine, over the standard input and output of a launcher's
-command.
+"""Connection to a program on another machine, over a launcher's command.
 
-`NodeConnection` sends `node_probe.py` there as text, so that nothing of ours has to be installed.
-Error messages of launchers are explained by the same rules as such lines in a component's log.
+`NodeConnection` sends `node_probe.py` there as text: nothing of ours has to be installed.
 """
 
 from __future__ import annotations
@@ -28,23 +26,21 @@ BOOT = (
     f"import sys; print({node_probe.MARK!r} + '{{}}', flush=True); "
     "exec(compile(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())), 'node_probe', 'exec'))"
 )
-"""Program that reports that it listens, then reads the real one: a line with its length in bytes,
-then its text. Input sent earlier is lost if a start-up file of the login shell reads standard
-input."""
+"""Reports that it listens, then reads the real program: a line with its length, then its text.
+Start-up files of a login shell may consume earlier input."""
 GUARD = (
     "; in the login shell's start-up files (.bashrc) put `[ -t 0 ] &&` before lines that start a "
     "shell or ask questions"
 )
 ANSWER_S = 30.0
-"""Timeout in seconds; a busy srun takes some to begin a step, and so does Python on a cold network
-disk."""
+"""Seconds; a busy srun takes some to begin a step."""
 LEAVE_S = 2.0
 NOT_THERE = re.compile(r"No such file or directory|not found", re.IGNORECASE)
 LONGEST_LINE = 1 << 20
 
 
 class NodeFault(Exception):
-    """A node failed to answer a question; has the reason and the fix."""
+    """A node failed to answer: reason and fix."""
 
     def __init__(self, reason: str, fix: str = "") -> None:
         super().__init__(reason)
@@ -52,8 +48,6 @@ class NodeFault(Exception):
 
 
 def launcher_said(lines: Sequence[str], host: str) -> tuple[str, str, str] | None:
-    """Explain a launcher's last lines: title, fix, and the matching line; None if no rule
-    matches."""
     for rule in LAUNCHER_RULES:
         for line in reversed(lines):
             if any(pattern.match(line) for pattern in rule.patterns):
@@ -62,8 +56,7 @@ def launcher_said(lines: Sequence[str], host: str) -> tuple[str, str, str] | Non
 
 
 def explain(lines: Sequence[str], code: int | None, command: Sequence[str], host: str) -> NodeFault:
-    """Build the fault for a launcher that ended: the explanation of its last lines, or the last
-    line as it is."""
+    """Fault of a launcher that ended: the explanation of its last lines, or the last line."""
     text = [line for line in lines if line.strip()]
     if known := launcher_said(text, host):
         title, fix, line = known
@@ -77,7 +70,7 @@ def explain(lines: Sequence[str], code: int | None, command: Sequence[str], host
 
 
 class NodeConnection:
-    """Connection to `node_probe` at `place`; `process` is the local launcher."""
+    """Connection to `node_probe`; `process` is the local launcher."""
 
     def __init__(self, place: Place, process: asyncio.subprocess.Process) -> None:
         self._place = place
@@ -126,10 +119,10 @@ class NodeConnection:
         stage: Callable[[str], None] | None = None,
         **arguments: Any,
     ) -> dict[str, Any]:
-        """Ask one of `node_probe.ANSWERS`; `stage` is called with each stage of a long answer.
+        """Ask one of `node_probe.ANSWERS`; `stage` gets each stage of a long answer.
 
         Raises:
-            NodeFault: no answer within `limit_s`, the probe has ended, or it failed.
+            NodeFault: no answer within `limit_s`, or the probe failed.
         """
         answer = await self._answer(
             (json.dumps({"ask": question} | arguments) + "\n").encode(), limit_s, stage
@@ -187,8 +180,7 @@ class NodeConnection:
                 self._errors.append(plain(line))
 
     async def _close(self) -> None:
-        """Close the probe's standard input, which ends it, then kill what is left of the
-        launcher."""
+        """Close the probe's input, which ends it, then kill the launcher."""
         process = self._process
         assert process.stdin is not None
         process.stdin.close()

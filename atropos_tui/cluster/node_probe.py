@@ -1,9 +1,7 @@
 """Program that `doctor --nodes` runs on a node to answer its questions.
 
-The file is sent to the node as text and runs under the node's own Python, so it uses only the
-standard library, and pynvml, psutil and torch if installed; the node may have another version of
-atropos-tui, or none. It reads one JSON object a line from standard input and prints one for each,
-after `MARK`, because a login shell may print a greeting. It exits when its standard input ends,
+It is sent as text and runs under the node's own Python: standard library, and pynvml, psutil and
+torch if installed. One JSON object a line in, one out after `MARK`. It exits when its input ends,
 even if an answer hangs.
 """
 
@@ -38,13 +36,12 @@ OURS = (
 )
 INFINIBAND = Path("/sys/class/infiniband")
 REACH_S = 3.0
-"""Connection timeout in seconds between two nodes."""
+"""Seconds to connect to another node."""
 ROUNDS = 3
-"""Repetitions of each collective. The fastest counts: the first one opens the connections."""
+"""Rounds of each collective; the fastest counts, as the first opens the connections."""
 
 
 def main() -> None:
-    """Answer questions until standard input ends."""
     asked: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(asked,), daemon=True).start()
     say({"host": platform.node()})
@@ -63,18 +60,15 @@ def _listen(asked: queue.SimpleQueue[str]) -> None:
 
 
 def say(answer: dict[str, Any]) -> None:
-    """Print one answer."""
     print(MARK + json.dumps(answer), flush=True)
 
 
 def clock() -> dict[str, Any]:
-    """Unix seconds on this node."""
     return {"time": time.time()}
 
 
 def facts() -> dict[str, Any]:
-    """Installed versions and resources of this node: sizes in bytes, limits as `ulimit` shows them
-    (-1: none)."""
+    """Versions and resources: sizes in bytes, limits as `ulimit` shows them (-1: none)."""
     numbers = {
         "nofile": resource.RLIMIT_NOFILE,
         "nproc": resource.RLIMIT_NPROC,
@@ -101,7 +95,7 @@ def _versions() -> dict[str, str]:
 
 
 def _build() -> str:
-    """Short hash of our packages' source: two checkouts may have the same version number."""
+    """Short hash of our packages' source: checkouts may share a version number."""
     digest = hashlib.sha256()
     for package in OURS:
         spec = util.find_spec(package)
@@ -112,13 +106,12 @@ def _build() -> str:
 
 
 def _given() -> list[str]:
-    """GPUs that a batch system gave this step, in CUDA's form; a plan counts its GPUs among
-    them."""
+    """GPUs that a batch system gave this step."""
     return [word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
 
 
 def _cards() -> dict[str, Any]:
-    """Driver version and usable cards of this node; `driver` is None without one."""
+    """Driver version and usable cards; `driver` is None without one."""
     try:
         import pynvml as nvml  # type: ignore[import-untyped,unused-ignore]
 
@@ -149,8 +142,7 @@ def _cards() -> dict[str, Any]:
 
 
 def folder(path: str, token: str, write: str = "") -> dict[str, Any]:
-    """Return the folder's inode and the text of the file `token` in it (None: missing); create a
-    file `write`."""
+    """The folder's inode, and the text of the file `token` in it; create a file `write`."""
     here = Path(path)
     found = here.stat()
     if write:
@@ -167,14 +159,14 @@ _listening: list[socket.socket] = []
 
 
 def listen(address: str) -> dict[str, Any]:
-    """Open a port at `address` for the other nodes to try; connections are never accepted."""
+    """Open a port for the other nodes to try; connections are never accepted."""
     server = socket.create_server((address, 0), backlog=128)
     _listening.append(server)
     return {"address": server.getsockname()[0], "port": server.getsockname()[1]}
 
 
 def ports(address: str, numbers: list[int]) -> dict[str, Any]:
-    """Return those of `numbers` that cannot be bound at `address`, with the reason."""
+    """Those of `numbers` that cannot be bound at `address`, with the reason."""
     taken = {}
     for number in numbers:
         with socket.socket() as server:
@@ -188,7 +180,7 @@ def ports(address: str, numbers: list[int]) -> dict[str, Any]:
 
 
 def reach(targets: dict[str, list[Any]]) -> dict[str, Any]:
-    """Return the nodes whose (address, port) cannot be reached from here, with the reason."""
+    """Nodes whose (address, port) cannot be reached from here, with the reason."""
     missed: dict[str, str] = {}
 
     def attempt(name: str, address: str, port: int) -> None:
@@ -217,19 +209,17 @@ def collective(
     gpu: int | None,
     env: dict[str, str],
 ) -> dict[str, Any]:
-    """Take part as one of `size` ranks in an all-gather and a reduce-scatter, and measure them.
+    """Take part in an all-gather and a reduce-scatter, and measure them.
 
-    Ranks meet in the file `store` on the shared file system: a TCP store of torch would accept
-    connections from anybody.
+    Ranks meet in the file `store`: a TCP store of torch would accept connections from anybody.
 
     Args:
         mebibytes: size of each rank's tensor.
         patience_s: timeout of each collective.
-        gpu: index of the GPU for NCCL; None: gloo on the CPU.
-        env: variables for NCCL.
+        gpu: index for NCCL; None: gloo on the CPU.
 
     Returns:
-        Seconds of the fastest round of each collective, and whether the sums are right.
+        Seconds of the fastest round of each, and whether the sums are right.
     """
     os.environ.update(env)
     if gpu is not None:
@@ -288,8 +278,7 @@ def _fastest(work: Any, device: Any) -> float:
 
 
 def _interface(address: str) -> str:
-    """Network interface that has `address`; empty if none has. NCCL would otherwise choose one
-    itself."""
+    """Network interface that has `address`; NCCL would otherwise choose one itself."""
     import psutil
 
     numbers = {found[4][0] for found in socket.getaddrinfo(address, None)}

@@ -1,8 +1,7 @@
-"""Send side of a `frames.Connection` in an event loop: a queue of frames, beats, and tunnelled
-connections.
+"""Send side of a `frames.Connection` in an event loop: queue, beats, tunnelled connections.
 
-A long silence means that the peer is gone. Beats therefore come from a thread of their own
-(`Beats`): an event loop that waits for a disk sends nothing, although the process lives.
+Beats come from a thread: an event loop that waits for a disk sends nothing although the process
+lives.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from atropos_tui.cluster.frames import Frame, head
 from atropos_tui.supervisor.processes.logs import CHUNK
 
 MOST_WAITING = 1024 * 1024
-"""Queued bytes above which no more output of the component is read."""
+"""Queued bytes above which no more output is read."""
 MOST_UNREAD = 8 * 1024 * 1024
-"""Bytes of an answer that a program may leave unread before its connection is cut."""
+"""Bytes that a program may leave unread before its connection is cut."""
 BEAT = head("beat")
 _NUMBER = struct.Struct("<I")
 
 
 class Outbox:
-    """Queue of frames for a descriptor that it owns, in the event loop."""
+    """Queue of frames for a descriptor that it owns."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_blocking(descriptor, False)
@@ -49,11 +48,9 @@ class Outbox:
         return self._count > MOST_WAITING
 
     def send(self, kind: str, payload: bytes = b"") -> None:
-        """Send a frame; it is lost if the peer has gone."""
         self.write(head(kind, payload) + payload)
 
     def beat(self) -> None:
-        """Send `beat`, from any thread; queued frames serve as well."""
         with self._lock, contextlib.suppress(OSError):
             if self._fd >= 0 and not self._waiting:
                 os.write(self._fd, BEAT)  # so few bytes are written whole or not at all
@@ -76,12 +73,11 @@ class Outbox:
         await self._space.wait()
 
     async def flush(self, timeout_s: float) -> None:
-        """Wait until everything is sent or the connection has ended, at most `timeout_s`."""
+        """Wait until everything is sent, at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._empty.wait(), timeout_s)
 
     def close(self) -> None:
-        """Close the descriptor and drop the queue; the peer sees the end of file."""
         with self._lock:
             if self._fd >= 0:
                 self._loop.remove_writer(self._fd)
@@ -91,7 +87,7 @@ class Outbox:
         self._emptied()
 
     def _flush(self) -> bool:
-        """Write as much as possible; return True if nothing is left to write."""
+        """Write as much as possible; True if nothing is left."""
         with self._lock:
             while self._waiting:
                 try:
@@ -121,12 +117,6 @@ class Outbox:
 
 
 class Beats:
-    """Thread that sends `beat` on several connections.
-
-    Args:
-        outboxes: returns the open ones; called in the thread.
-    """
-
     def __init__(self, every_s: float, outboxes: Callable[[], Iterable[Outbox]]) -> None:
         self._every_s, self._outboxes = every_s, outboxes
         self._over = threading.Event()
@@ -143,7 +133,7 @@ class Beats:
 
 
 class Channels:
-    """Connections tunnelled through a line, each with a number; the same class at both ends."""
+    """Numbered connections tunnelled through a frame connection; the same class at both ends."""
 
     def __init__(self, out: Outbox) -> None:
         self._out = out
@@ -176,11 +166,10 @@ class Channels:
         self._ended(number)
 
     def expect(self, number: int) -> None:
-        """Keep frames for a connection that is being established, until `carry`."""
         self._early[number] = []
 
     def take(self, kind: str, payload: bytes) -> None:
-        """Handle `data` or `close` of a connection; ignore a connection that is gone."""
+        """Handle `data` or `close`; ignore a connection that is gone."""
         number = number_of(payload)
         if number in self._early:
             self._early[number].append((kind, payload))
@@ -204,7 +193,6 @@ class Channels:
         self._out.send("close", _NUMBER.pack(number))
 
     def close(self) -> None:
-        """Abort every connection."""
         for writer in self._writers.values():
             writer.transport.abort()
 
@@ -218,5 +206,4 @@ class Channels:
 
 
 def number_of(payload: bytes) -> int:
-    """Return the connection number of a frame."""
     return int(_NUMBER.unpack_from(payload)[0])

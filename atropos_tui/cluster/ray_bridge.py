@@ -1,11 +1,8 @@
-"""Runs a command on a node of a Ray cluster with stdin, stdout, stderr and exit code here, which
-Ray does not offer.
+"""Runs a command on a node of a Ray cluster with stdin, stdout, stderr and exit code here.
 
     python -m atropos_tui.cluster.ray_bridge [--address ADDRESS] NODE COMMAND [ARG...]
 
-NODE is a node's name or address, as in `ray list nodes`. An actor there starts the command and
-relays its input and output; it reserves no CPU and no GPU. It dies with this process, and the
-command then reads the end of its input.
+An actor there starts the command and relays its input and output; it dies with this process.
 """
 
 from __future__ import annotations
@@ -19,9 +16,9 @@ import threading
 from typing import Any
 
 PIECE = 1 << 20
-"""Most bytes per relay call."""
+"""Bytes per relay call."""
 START_S = 60.0
-"""Timeout of the actor's start in seconds."""
+"""Seconds for the actor's start."""
 
 
 class Relay:
@@ -45,7 +42,6 @@ class Relay:
         return ""
 
     async def write(self, data: bytes) -> None:
-        """Write bytes to the command's stdin; empty: close it."""
         assert self.child.stdin is not None
         try:
             if data:
@@ -63,12 +59,11 @@ class Relay:
         return await stream.read(PIECE)
 
     async def end(self) -> int:
-        """Wait for the command and return its exit code."""
         return await self.child.wait()
 
 
 def node_id(nodes: list[dict[str, Any]], wanted: str) -> str | None:
-    """Return Ray's id of the live node with this name or address, or None."""
+    """Ray's id of the live node with this name or address."""
     alive = (node for node in nodes if node["Alive"])
     return next(
         (
@@ -96,7 +91,7 @@ def _outwards(ray: Any, relay: Any, which: int) -> None:
 
 
 def main() -> int:
-    """Run the command and return its exit code; 255, as with ssh, if it was not reached."""
+    """Return the command's exit code; 255, as with ssh, if it was not reached."""
     parser = argparse.ArgumentParser(prog="ray_bridge", description=__doc__)
     parser.add_argument("--address", default=None)
     parser.add_argument("node")

@@ -1,8 +1,7 @@
-"""Runs on other machines: `attach me@box`, `ps me@box:RUN`, over ssh, with the atropos-tui
-installed there.
+"""Runs on other machines over ssh: `attach me@box`, `ps me@box:RUN`.
 
-The command runs on the machine of the run; only its output arrives here. The other words are passed
-on unchanged; ports, keys and jump hosts come from ~/.ssh/config.
+The command runs there, with the atropos-tui installed there; only its output arrives here. Ports,
+keys and jump hosts come from ~/.ssh/config.
 """
 
 from __future__ import annotations
@@ -36,14 +35,12 @@ COMMANDS = (
     "kill",
     "down",
 )
-"""Commands that show a run or act on it through its supervisor; the others write files, which would
-land on the remote machine."""
 _PLACE = re.compile(r"([A-Za-z0-9_][\w.+-]*@[A-Za-z0-9][\w.-]*)(?::(.*))?")
 _RUN_DIR = "--run-dir="
 _WITH_TEXT = ("--grep",)
-"""Options whose value may look like a place."""
+"""Options whose value may look like a host."""
 CHUNK = 64 * 1024
-"""Most bytes of one read, and of the greeting that is kept."""
+"""Bytes of one read, and of the greeting that is kept."""
 MARK = "\x1eatropos-tui"
 """Start of the line after which the remote command's output follows."""
 _SAFE = frozenset(string.ascii_letters + string.digits + " _@+=:,./-")
@@ -77,8 +74,7 @@ def place_in(words: Sequence[str]) -> tuple[str, list[str]] | None:
 
 
 def over_ssh(host: str, words: Sequence[str]) -> int:
-    """Run `atropos-tui WORDS` on `host`, with a terminal if there is one here; return its exit
-    code.
+    """Run `atropos-tui WORDS` on `host`; return its exit code.
 
     Raises:
         UserError: ssh cannot connect, the login shell does not run the command, or the program is
@@ -128,24 +124,19 @@ def over_ssh(host: str, words: Sequence[str]) -> int:
 
 
 class Answer:
-    """Output over ssh: a greeting of the login shell, a line that ends with our mark, then the
-    command's output.
+    """Output over ssh: a greeting, a line that ends with our mark, then the command's output.
 
-    Without the mark, the login shell did not run our command, and its exit code means nothing, even
-    0.
+    Without the mark the login shell did not run our command, and its exit code means nothing.
     """
 
     def __init__(self, token: str, *, shows_greeting: bool) -> None:
-        """Args:
-        shows_greeting: print the greeting, because on a terminal the login shell may ask a question
-        first."""
+        """`shows_greeting`: the login shell may ask a question on a terminal first."""
         self._mark = f"{MARK}-{token}".encode()
         self._shows = shows_greeting
         self._held = b""
         self.begun = False
 
     def take(self, data: bytes) -> bytes:
-        """Return the part of the output to print now that `data` has arrived."""
         if self.begun:
             return data
         self._held += data
@@ -171,8 +162,7 @@ class Answer:
 
 
 def _far_command(words: Sequence[str], token: str) -> str:
-    """Command line for any login shell: `exec sh -c '...'` without a character that some shell
-    reads differently from sh."""
+    """`exec sh -c '...'` without a character that some login shell reads differently from sh."""
     posix = "*/sh|*/bash|*/dash|*/ash|*/zsh|*/ksh|*/mksh"
     program = shlex.quote(_program(words, token))
     # The login shell sets its own PATH. The PATH of sshd's shell is appended: fish and tcsh extend
@@ -189,8 +179,7 @@ def _far_command(words: Sequence[str], token: str) -> str:
 
 
 def _program(words: Sequence[str], token: str) -> str:
-    """Script for sh on the remote machine: the program on its PATH, or the interpreter path of this
-    machine."""
+    """Script for sh there: the program on its PATH, or the interpreter path of this machine."""
     said = shlex.join(words)
     here = shlex.quote(sys.executable)
     mark = rf"printf '\036%s\n' {MARK[1:]}-{token}"

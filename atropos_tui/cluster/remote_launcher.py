@@ -1,14 +1,10 @@
 """Launcher of components on other nodes: each behind a command prefix (srun, ssh, kubectl exec) and
-a node agent (`node_agent.py`).
+a node agent.
 
-The prefix runs here as a child that dies with the supervisor. Its stdin and stdout connect to the
-node agent; its stderr goes into the component's log, because srun and ssh report errors there. This
-process writes the log from the frames.
-
-A component is lost if its prefix exits or the connection breaks before `gone`, or after `LOST_S` of
-silence. That is a crash, explained in `Leader.lost`. Before the next start, another prefix kills
-what may be left on that node (`sweep`). `clean` and the next supervisor do the same from
-`journal.json`.
+The prefix runs here as a child. Its stdin and stdout connect to the node agent; its stderr goes
+into the component's log. A component is lost if the connection breaks before `gone`, or after
+`LOST_S` of silence. That is a crash; before the next start another prefix kills what may be left
+there (`sweep`), as `clean` and the next supervisor do.
 """
 
 from __future__ import annotations
@@ -56,44 +52,41 @@ LOOK_S = 1.0
 LOST_S = 20.0
 """Seconds of silence after which a node agent is lost."""
 CONNECT_S = 60.0
-"""Seconds that a prefix may take to reach the node agent; a batch system may have to free resources
-first."""
+"""Seconds to reach the node agent; a batch system may have to free resources first."""
 LOGIN_S = 20.0
 """Seconds of a login after which the log says that the node does not answer."""
 LAST_WORDS_S = 1.0
-"""Seconds to wait for the exit of a prefix whose connection has ended, which explains why."""
+"""Seconds to wait for the exit of a prefix, which explains a broken connection."""
 SETTLE_S = 10.0
 """Seconds for the exit of a prefix after its node agent; then it is killed."""
 SWEEP_S = 15.0
-"""Timeout in seconds of a sweep; a lost node never answers."""
+"""Seconds for a sweep; a lost node never answers."""
 MEASURE_S = 2.0
 ANSWER_S = 0.3
-"""Timeout in seconds for usage figures of other nodes."""
+"""Seconds for usage figures of other nodes."""
 OF_THIS_HOST = re.compile(
     r"(HOME|USER|LOGNAME|SHELL|PWD|OLDPWD|SHLVL|_|MAIL|TERM|HOSTNAME|TMPDIR|TMP|TEMP|DISPLAY|LS_COLORS|PATH"
     r"|(CUDA|HIP|ROCR|NVIDIA)_VISIBLE_DEVICES|GPU_DEVICE_ORDINAL"
     r"|(XDG|SSH|DBUS|SLURM|SLURMD|SBATCH|SRUN|PMI|PMIX|KUBERNETES|RAY|SYSTEMD|JOURNAL|INVOCATION)_?[A-Z0-9_]*)"
 )
-"""Variables that have a meaning only on one machine or in one step of a batch system. The node
-agent has its own."""
+"""Variables with a meaning on one machine or in one SLURM step only."""
 
 _USAGE = TypeAdapter(Usage)
 
 _SWEEPERS = ThreadPoolExecutor(16, "sweep")
-"""Threads for sweeps. Each lost node blocks one for `SWEEP_S`, and ends of other components must
-not wait for it."""
+"""Each lost node blocks a thread for `SWEEP_S`; ends of other components must not wait for it."""
 
 
 def prefix_env(run_id: str) -> dict[str, str]:
-    """Return the environment of a prefix: this process's, with the run's marker but without a
-    component's, which would make it a member to kill."""
+    """This process's environment, without a component's marker: the prefix would become a member
+    to kill."""
     return {
         name: value for name, value in os.environ.items() if not name.startswith("ATROPOS_")
     } | {ENV_RUN_ID: run_id}
 
 
 class StartedThere(BaseModel):
-    """Fields of `kept`: everything that a node agent may set in an entry."""
+    """Fields of `kept` that a node agent may set."""
 
     pid: int = Field(gt=0)
     ticks: int
@@ -102,7 +95,7 @@ class StartedThere(BaseModel):
 
 
 class Machine(BaseModel):
-    """A node agent's report about its machine: fields of `NodeStatus`."""
+    """Fields of `NodeStatus` that a node agent reports."""
 
     cpu_percent: float | None = None
     memory_used: int | None = None
@@ -110,8 +103,8 @@ class Machine(BaseModel):
 
 
 class Far:
-    """A component on another node; has the interface of `process.Leader`. `pid` is its pid on that
-    node."""
+    """A component on another node, with the interface of `process.Leader`; `pid` is its pid
+    there."""
 
     def __init__(
         self,
@@ -123,11 +116,6 @@ class Far:
         on_exit: OnExit,
         on_kept: Callable[[FarEntry], None],
     ) -> None:
-        """Start the prefix.
-
-        Raises:
-            OSError: it cannot be started.
-        """
         self.entry, self._run_id, self._job, self._socket = entry, run_id, job, socket
         self._log, self._on_exit, self._on_kept = log, on_exit, on_kept
         self._loop = asyncio.get_running_loop()
@@ -237,7 +225,6 @@ class Far:
                 self._channels.take(kind, payload)
 
     async def _connect(self, number: int) -> None:
-        """Connect a program of the component's node to the control socket."""
         try:
             reader, writer = await asyncio.open_unix_connection(self._socket)
         except OSError:
@@ -289,7 +276,7 @@ class Far:
     # Losing a component.
 
     def look(self) -> None:
-        """Check for silence of the node agent; report it, or give the component up."""
+        """Report a silent node agent, or give the component up."""
         quiet_s = time.monotonic() - self._frame_at
         if self._gone.is_set() or self._leaving:
             return
@@ -307,7 +294,7 @@ class Far:
 
     @property
     def outbox(self) -> Outbox | None:
-        """Outbox to the node agent; None until it listens."""
+        """None until the node agent listens."""
         return self._out if self._begun else None
 
     @property
@@ -359,11 +346,10 @@ class Far:
 
     # Ending.
 
-    def signal_group(self, number: int) -> None:
-        """No-op: the node agent signals the group during an end."""
+    def signal_group(self, number: int) -> None: ...
 
     async def end_set(self, ending: Ending) -> int:
-        """Let the node agent end the component, as `process.end_set` does here."""
+        """Let the node agent end the component."""
         self._ending = ending
         if not self._begun and not self.lost:
             self._leaving = True  # nothing has started there
@@ -402,24 +388,18 @@ class Far:
         os.close(self._stderr)
 
     def reap(self) -> None:
-        """Release the prefix's pid."""
         self.prefix.reap()
 
 
 class RemoteLauncher(DirectLauncher):
-    """Starts components with a prefix on their node, the others here.
-
-    Args:
-        socket: path of the control socket.
-        token: the run's token.
-    """
+    """Starts components with a prefix on their node, the others here."""
 
     def __init__(self, stack: StackSpec, group: str, socket: str, token: str) -> None:
         super().__init__(stack, group)
         self._stack, self._socket, self._token = stack, socket, token
         self._living: dict[str, Far] = {}
         self._machines: dict[str, dict[str, Any]] = {}
-        """Last figures of each node, by node name."""
+        """Last figures by node."""
         pynvml = importlib.util.find_spec("pynvml")
         self._packages = str(Path(pynvml.origin).parent) if pynvml and pynvml.origin else ""
         self._watching = asyncio.create_task(self._watch())
@@ -468,8 +448,7 @@ class RemoteLauncher(DirectLauncher):
         return Living(far, log, launch, here)
 
     def _job(self, spec: ComponentSpec, launch: Launch, entry: FarEntry) -> dict[str, Any]:
-        """Return the job of a node agent. It holds the component's environment with its secrets, so
-        it is never written to disk."""
+        """Job of a node agent. It holds secrets, so it is never written to disk."""
         names = spec.env.keys()
         return {
             "run_id": self._stack.run_id,
@@ -533,7 +512,7 @@ class RemoteLauncher(DirectLauncher):
 
 
 def turn_of_job() -> str:
-    """Return the SLURM job id and restart count of this process as `ID.COUNT`; "" outside a job."""
+    """SLURM job id and restart count as `ID.COUNT`; "" outside a job."""
     job = os.environ.get("SLURM_JOB_ID", "")
     return job and f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
 
@@ -572,8 +551,8 @@ def sweep_there(entry: FarEntry, run_id: str) -> str:
 
 
 def _until_magic(prefix: subprocess.Popen[bytes]) -> bytes:
-    """Return the output up to the marker of the node agent: a start-up file of the login shell
-    might consume earlier input."""
+    """Output up to the node agent's marker: a login shell's start-up file might consume earlier
+    input."""
     assert prefix.stdout is not None
     output = b""
     while MAGIC not in output and (data := os.read(prefix.stdout.fileno(), 65536)):
@@ -582,10 +561,10 @@ def _until_magic(prefix: subprocess.Popen[bytes]) -> bytes:
 
 
 def far_entries(table: ProcessTable | None) -> list[FarEntry]:
-    """Return the components on other nodes that a supervisor of this boot has recorded.
+    """Components on other nodes that a supervisor of this boot has recorded.
 
-    Those of another boot have ended with their connection, at the latest `OWNER_S` after it. A
-    table of another machine comes from a recording, and its commands must not run here.
+    Those of another boot have ended with their connection. Commands in a recording of another
+    machine must not run here.
     """
     entries = table.components.values() if table else ()
     return [entry.far for entry in entries if entry.far and entry.boot_id == procfs.boot_id()]

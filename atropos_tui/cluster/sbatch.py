@@ -1,6 +1,3 @@
-"""Further sbatch options of a profile: one an entry, quoted, and none that atropos-tui sets itself.
-Pure functions."""
-
 from __future__ import annotations
 
 import re
@@ -43,7 +40,7 @@ OWNED = {
     "array": "leave it out: start one run for each, or use atropos-tui sweep",
     "wrap": "leave it out: atropos-tui up writes the batch script",
 }
-"""Options that the batch script sets itself, and the fix for each."""
+"""Options that the batch script sets itself -> fix."""
 _LONG = re.compile(r"--([A-Za-z][\w-]*)(?:(?:=|\s+)(.*))?")
 _SHORT = re.compile(r"-([A-Za-z])(?:=|\s+)?(.*)")
 # A second option within one string would be quoted as part of the first one's value.
@@ -56,8 +53,6 @@ _OF_GPUS = re.compile(
 
 @dataclass(frozen=True)
 class Option:
-    """One sbatch option."""
-
     name: str
     """Long name, if it matters here."""
     text: str
@@ -66,15 +61,14 @@ class Option:
 
     @property
     def needs_gpus(self) -> bool:
-        """True if SLURM refuses the option for nodes without GPUs."""
+        """SLURM refuses the option for nodes without GPUs."""
         return bool(_OF_GPUS.fullmatch(self.name)) or (
             self.name == "gres" and self.value.startswith("gpu")
         )
 
     @property
     def shares_processors(self) -> bool:
-        """True if the option sets the processors that the job takes of a node, which is then not
-        the whole node."""
+        """The option sets the processors per node, so the job does not take the whole node."""
         return self.name.startswith("cpus-per-") or self.name in ("exclusive", "oversubscribe")
 
     @property
@@ -83,7 +77,7 @@ class Option:
 
 
 def parse(text: str) -> Option | None:
-    """Parse one option; None if `text` is none."""
+    """None if `text` is no option."""
     if found := _LONG.fullmatch(text.strip()):
         # `--name value` becomes `--name=value`, so that quoting covers exactly one word.
         name, value = found[1], _bare(found[2] or "")
@@ -97,7 +91,6 @@ def parse(text: str) -> Option | None:
 
 
 def problem(text: str) -> tuple[str, str] | None:
-    """Return reason and fix for an invalid option; None if it is valid."""
     option = parse(text)
     if option is None:
         return f"not an sbatch option: {text!r}", 'write it as "--NAME=VALUE"'

@@ -1,10 +1,8 @@
-"""SLURM: outside a job `up` submits the run, inside a job it uses the allocation; other commands
-run on the supervisor's node.
+"""SLURM: outside a job `up` submits the run; inside, it uses the allocation.
 
-A submitted run is a run directory that `up` has written, plus a batch script that resumes it, so
-that a requeued job continues the same run. The batch script *is* the supervisor: its end releases
-the nodes, and its exit code is the job's. The run directory stores only the job's number;
-everything else is read from SLURM.
+A submitted run is a run directory plus a batch script that resumes it, so a requeued job continues
+the run. The batch script *is* the supervisor: its end releases the nodes. The run directory stores
+only the job's number.
 """
 
 from __future__ import annotations
@@ -31,9 +29,9 @@ if TYPE_CHECKING:
     from atropos_tui.supervisor.journal.store import RunResult
 
 LEAD_S = 300
-"""Most seconds between the signal to save and stop and the time limit; see `lead_s`."""
+"""Seconds between the signal to save and the time limit; see `lead_s`."""
 ANSWER_S = 15.0
-"""Timeout in seconds for a command of SLURM."""
+"""Seconds for a command of SLURM."""
 POLL_S = 1.0
 TRIES = 3
 JOB_ID = "SLURM_JOB_ID"
@@ -43,15 +41,11 @@ NODES = "SLURM_JOB_NODELIST"
 
 @dataclass(frozen=True)
 class Job:
-    """A job in SLURM's queue."""
-
     id: str
     state: str
-    """SLURM's word, such as PENDING, RUNNING or COMPLETING."""
+    """SLURM's word, such as PENDING."""
     node: str
-    """Node of its batch script; empty before it runs."""
     reason: str
-    """SLURM's reason for the wait."""
 
     @property
     def runs(self) -> bool:
@@ -63,11 +57,11 @@ class Job:
 
     @property
     def is_here(self) -> bool:
-        """True if this process is in the job, on the node of its batch script."""
+        """This process is in the job, on the node of its batch script."""
         return os.environ.get(JOB_ID) == self.id and os.environ.get(HERE) == self.node
 
     def prefix(self, *, terminal: bool) -> list[str]:
-        """Command in front of another one that runs it on the node of the batch script."""
+        """Command in front of another that runs it on the batch script's node."""
         pty = ["--pty"] if terminal else []
         return [
             "srun",
@@ -84,7 +78,7 @@ class Job:
 
 
 def _ask(*command: str) -> subprocess.CompletedProcess[str] | None:
-    """Run a command of SLURM; None if it is not installed or does not answer in time."""
+    """None if SLURM is not installed or does not answer in time."""
     try:
         return subprocess.run(
             command,
@@ -99,7 +93,7 @@ def _ask(*command: str) -> subprocess.CompletedProcess[str] | None:
 
 
 def find_job(job_id: str) -> Job | None:
-    """Look up a job; None once it is over.
+    """None once the job is over.
 
     Raises:
         UserError: SLURM does not answer, so the state is unknown.
@@ -134,14 +128,13 @@ def find_job(job_id: str) -> Job | None:
 
 
 def job_of(run: RunDir) -> Job | None:
-    """Return the job that a run was submitted as or runs in; None if there is none, or it is
-    over."""
+    """The job that a run was submitted as or runs in."""
     job_id = number(run)
     return find_job(job_id) if job_id else None
 
 
 def number(run: RunDir) -> str:
-    """Return the number of a run's newest job; empty if it had none."""
+    """Number of a run's newest job; empty if it had none."""
     try:
         job_id = read_regular(run.slurm_job).strip()
     except (OSError, ValueError):
@@ -150,11 +143,9 @@ def number(run: RunDir) -> str:
 
 
 def elsewhere(run: RunDir) -> Job | None:
-    """Return the job in which a run goes on, or waits to, on another machine; None if there is
-    none.
+    """The job in which a run goes on, or waits to, on another machine.
 
-    All commands use this function. A run that was stopped by its time limit may be queued again;
-    one stopped by `down` or ended otherwise is not.
+    A run that its time limit stopped may be queued again; one stopped by `down` is not.
 
     Raises:
         UserError: SLURM does not answer, so the state is unknown.
@@ -170,7 +161,7 @@ def elsewhere(run: RunDir) -> Job | None:
 
 
 def runs_elsewhere(run: RunDir) -> bool:
-    """Return True if the run's supervisor runs on another node of its job."""
+    """The run's supervisor runs on another node of its job."""
     try:
         job = elsewhere(run)
     except UserError:
@@ -202,12 +193,10 @@ def require_here(run: RunDir) -> None:
 
 
 def stop_there(run: RunDir, timeout_s: float | None) -> int | None:
-    """Run `down` on the node of the run's supervisor; return its exit code, or None if the run is
-    not on another node.
+    """Run `down` on the supervisor's node; return its exit code, or None if the run is here.
 
     Raises:
-        UserError: the job waits for its nodes; or the time limit came first, and the job is queued
-            again.
+        UserError: the job waits for its nodes, or is queued again after its time limit.
     """
     try:
         require_here(run)
@@ -232,14 +221,11 @@ def stop_there(run: RunDir, timeout_s: float | None) -> int | None:
 
 
 def run_there(job: Job, *words: str) -> str:
-    """Run a command of ours on the node of a running job's batch script; return its output, or
-    nothing if that fails."""
     answer = _ask(*job.prefix(terminal=False), sys.executable, "-P", "-m", "atropos_tui", *words)
     return answer.stdout if answer and answer.returncode == 0 else ""
 
 
 def waits(job: Job) -> tuple[str, str]:
-    """Describe the state of a job that does not run, and the fix."""
     if job.is_ending:
         return f"SLURM's job {job.id} is ending", f"squeue -j {job.id} lists it until it is over"
     reason = f" ({job.reason})" if job.reason not in ("", "None") else ""
@@ -262,11 +248,10 @@ def cancel_pending(run: RunDir, run_id: str | None = None) -> bool:
     """Remove a pending job from the queue; False if none is pending.
 
     Args:
-        run_id: required name of the job, where its number comes from the run's folder alone.
+        run_id: required name of the job: a copied run may carry the number of another's job.
 
     Raises:
-        UserError: the job has another name: its number is of another cluster, or of the machine a
-            copied run came from.
+        UserError: the job has another name.
     """
     job = job_of(run)
     if job is None or job.state != "PENDING":
@@ -292,22 +277,21 @@ def cancel_pending(run: RunDir, run_id: str | None = None) -> bool:
 
 
 def wanted(profile: Profile) -> bool:
-    """Return True if a profile is for SLURM."""
+    """The profile is for SLURM."""
     return profile.cluster is not None and profile.cluster.launcher == "slurm"
 
 
 def in_job() -> bool:
-    """Return True if this process has an allocation."""
+    """This process has an allocation."""
     return JOB_ID in os.environ
 
 
 def enter(*, headless: bool) -> None:
-    """Return on the first node of this process's allocation, where the supervisor has to run.
+    """Return on the first node of the allocation, where the supervisor has to run.
 
     Raises:
         Elsewhere: this is another machine, such as the one where `salloc` was called.
-        UserError: the job is over; or the run would end with this command, which does not wait for
-            it.
+        UserError: the job is over; or the run would end with this command.
     """
     job_id = os.environ[JOB_ID]
     if "SLURM_STEP_ID" in os.environ and (answer := _ask("squeue", "-h", "-j", job_id, "-o", "%N")):
@@ -345,16 +329,15 @@ def enter(*, headless: bool) -> None:
 
 
 def note_job(run: RunDir) -> None:
-    """Write the job's number into the run directory."""
     write_private(run.slurm_job, os.environ[JOB_ID] + "\n")
 
 
 def go_on_later(run: RunDir, steps: int) -> None:
-    """Requeue the job after the time limit stopped the run, and wait for SLURM to end it.
+    """Requeue the job after the time limit stopped the run, and wait for its end.
 
     Args:
         steps: optimizer steps since the job's start; with none, the next start would get no
-            further, and the job ends.
+            further.
     """
     job_id = os.environ[JOB_ID]
     if not steps:
@@ -380,7 +363,6 @@ def go_on_later(run: RunDir, steps: int) -> None:
 
 
 def script(profile: Profile, run: RunDir, run_id: str) -> str:
-    """Text of a run's batch script."""
     cluster = profile.cluster
     assert cluster is not None
     components = [
@@ -406,8 +388,8 @@ def script(profile: Profile, run: RunDir, run_id: str) -> str:
 
 
 def components_of(profile: Profile) -> list[list[NodeSection]]:
-    """Group the [[node]]s into components of the job: one component, unless they differ in
-    partition, constraint, GPUs or options."""
+    """Group the [[node]]s into components of the job: one, unless they differ in partition,
+    constraint, GPUs or options."""
     kinds = {(node.partition, node.constraint, node.gpus, *node.sbatch) for node in profile.node}
     return [profile.node] if len(kinds) == 1 else [[node] for node in profile.node]
 
@@ -424,8 +406,7 @@ def _once(cluster: ClusterSection, run: RunDir, run_id: str) -> Iterator[str]:
 
 
 def _each(cluster: ClusterSection, nodes: list[NodeSection]) -> Iterator[str]:
-    """Options of one component of a job. It takes whole nodes unless the profile sets a number of
-    CPUs."""
+    """Options of one component. It takes whole nodes unless the profile sets a number of CPUs."""
     # The nodes of a component have the same options, so the first one speaks for all.
     written = [
         option for text in (*cluster.sbatch, *nodes[0].sbatch) if (option := sbatch.parse(text))
@@ -447,15 +428,14 @@ def _each(cluster: ClusterSection, nodes: list[NodeSection]) -> Iterator[str]:
 
 
 def lead_s(limit: str | None) -> int:
-    """Seconds before the time limit at which the run gets its signal: a quarter of the limit, from
-    60 to `LEAD_S`."""
+    """Seconds before the time limit at which the run gets its signal: a quarter of the limit,
+    from 60 to `LEAD_S`."""
     seconds = limit_s(limit) if limit else None
     return LEAD_S if seconds is None else max(60, min(LEAD_S, seconds // 4))
 
 
 def limit_s(limit: str) -> int | None:
-    """Convert a time limit of SLURM to seconds: MIN, MIN:SEC, H:MIN:SEC, D-H, D-H:MIN, D-H:MIN:SEC;
-    None for other text."""
+    """Seconds of MIN, MIN:SEC, H:MIN:SEC, D-H, D-H:MIN, D-H:MIN:SEC; None for other text."""
     if not (found := re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)):
         return None
     days, *clock = found.groups()
@@ -468,11 +448,6 @@ def limit_s(limit: str) -> int | None:
 
 
 def check_sbatch() -> None:
-    """Check that sbatch is installed.
-
-    Raises:
-        UserError: it is not.
-    """
     if shutil.which("sbatch") is None:
         fix = (
             "run the command on a login node of the cluster, or choose another [cluster] "
@@ -484,21 +459,14 @@ def check_sbatch() -> None:
 
 
 def check_not_queued(run: RunDir) -> None:
-    """Refuse to submit a run twice.
-
-    Raises:
-        UserError: its job waits or is ending.
-    """
     job = job_of(run)
     if job is not None and os.environ.get(JOB_ID) != job.id:
         raise UserError("that run has a job already", [Problem(*waits(job))])
 
 
 def submit(run: RunDir, text: str) -> Job:
-    """Submit the batch script.
-
-    Raises:
-        UserError: SLURM refuses it.
+    """Raises:
+    UserError: SLURM refuses the batch script.
     """
     write_private(run.slurm_script, text)
     answer = _ask("sbatch", "--parsable", str(run.slurm_script))
@@ -539,8 +507,8 @@ def attach(run: RunDir, job: Job) -> None:
 
 
 def stay(run: RunDir, job: Job) -> None:
-    """Print the job's output until it is over; SIGINT and SIGTERM stop the run, or remove it from
-    the queue."""
+    """Print the job's output until it is over; SIGINT and SIGTERM stop the run, or remove it
+    from the queue."""
 
     def stop(*_: object) -> None:
         if not cancel_pending(run):
@@ -563,7 +531,7 @@ def stay(run: RunDir, job: Job) -> None:
 
 
 def print_log(run: RunDir, start: int) -> int:
-    """Print the output of the batch script from byte `start`; return the end position."""
+    """Print the batch script's output from byte `start`; return the end position."""
     try:
         with open_regular(run.slurm_log) as file:
             file.seek(start)

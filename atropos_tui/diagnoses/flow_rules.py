@@ -316,4 +316,4 @@ FLOW_RULES = (
         severity="advice",
     ),
 )
-"""By certainty, highest first."""
+"""Most certain first."""

@@ -380,7 +380,7 @@ CAUSES: tuple[Callable[[RunSnapshot], Cause | None], ...] = (
     _ghosts,
     _slow_rollouts,
 )
-"""By certainty, highest first; the last one always applies."""
+"""Most certain first; the last one always applies."""
 
 
 def slow_start(part: Part, now: float) -> Diagnosis | None:

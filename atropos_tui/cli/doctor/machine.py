@@ -1,8 +1,4 @@
-"""Checks of `doctor` on this machine: memory, cores, limits, disks, clock, loopback, GPUs, remains
-of dead runs.
-
-torch is never imported in this process.
-"""
+"""Checks of `doctor` on this machine. torch is never imported in this process."""
 
 from __future__ import annotations
 
@@ -33,26 +29,25 @@ from atropos_tui.supervisor.processes.process import become_subreaper
 
 GB = 1_000_000_000
 MEMORY = 4 * GB
-"""Bytes that the CPU demo needs: four Python processes, two of them with torch."""
+"""Bytes that the CPU demo needs."""
 SHARED_MEMORY = GB
-"""Bytes. Containers start with 64 MB; on a CPU the weights lie there, and queues of NCCL and vLLM
-always do."""
+"""Bytes. Containers start with 64 MB; NCCL's and vLLM's queues lie there, on a CPU the weights
+too."""
 OPEN_FILES = 4096
 PROCESSES = 2048
 DISK_FAIL, DISK_WARN = GB, 20 * GB
-"""Bytes for a week of logs, telemetry and a few checkpoints of a small model."""
+"""Bytes for a week of logs, telemetry and a few small checkpoints."""
 SLOW_LOOPBACK_S = 0.05
 TIME_ERROR = 5
-"""Return value of adjtimex(2) on a clock that nothing synchronises."""
+"""Returned by adjtimex(2) if nothing synchronises the clock."""
 BLACKWELL = (10, 0)
 AMPERE = (8, 0)
 LEAST_GPU_MEMORY = 8 * GB
-"""Bytes that profile demo-gpu needs: weights, master weights and moments of 135 M parameters, two
-CUDA contexts, a KV cache."""
+"""Bytes that profile demo-gpu needs."""
 BUSY_SHARE = 0.05
-"""Share of a card's memory below which the driver itself uses it."""
+"""Share of a card's memory that the driver itself may use."""
 IMPORT_S = 60.0
-"""Timeout in seconds; a cold `import torch` on a slow disk takes 30."""
+"""Seconds; a cold `import torch` on a slow disk takes 30."""
 ASK_TORCH = "import torch; print(torch.cuda.is_available(), torch.cuda.device_count())"
 
 
@@ -69,12 +64,10 @@ def fail(name: str, found: str, fix: str) -> Check:
 
 
 def judge(name: str, found: str, problem: bool, fix: str) -> Check:
-    """Return a warning if there is a problem, else ok."""
     return warn(name, found, fix) if problem else ok(name, found)
 
 
 def machine() -> Iterator[Check]:
-    """Yield every check of this machine."""
     yield from (_memory(), _swap(), _cores(), _shared_memory())
     yield from limits({name: resource.getrlimit(number) for name, number in LIMITS.items()})
     yield from (_disk("disk of runs/", Path("runs")), _disk("disk of the cache", cache_dir()))
@@ -83,7 +76,7 @@ def machine() -> Iterator[Check]:
 
 
 def leftovers() -> Iterator[Check]:
-    """Yield a check for each dead run with remains; adoptable processes get their own fix."""
+    """One check for each dead run with remains."""
     found = cleanup.all_dead()
     for run in found:
         if run.is_adoptable:  # kept on purpose (`survive = true`): `clean` asks before it ends them
@@ -128,7 +121,7 @@ LIMITS = {
 
 
 def limits(found: dict[str, tuple[int, int]]) -> Iterator[Check]:
-    """Judge (soft, hard) limits as `ulimit` shows them."""
+    """(soft, hard) limits as `ulimit` shows them."""
     for name, least, flag in (("open files", OPEN_FILES, "n"), ("processes", PROCESSES, "u")):
         soft, hard = found[name]
         said = f"{_limit(soft)} (hard limit {_limit(hard)})"
@@ -172,7 +165,7 @@ def _memory() -> Check:
 
 
 def _group_limit(*names: str) -> int | None:
-    """Limit that a container sets, from control groups of either version; None without one."""
+    """A container's limit, by either version of control groups."""
     for name in names:
         try:
             text = (Path("/sys/fs/cgroup") / name).read_text().split()[0]
@@ -200,7 +193,7 @@ def _cores() -> Check:
 
 
 def cores(usable: int, present: int, load: float) -> Check:
-    """Judge the number of usable cores and the load (mean of one minute)."""
+    """Usable cores, and the load of one minute."""
     said = f"{usable} of {present} usable, load {load:.1f}"
     if load > present:
         fix = "end other programs (`top` shows them), or expect slow starts and wrong timings"
@@ -278,7 +271,7 @@ def _socket_folder() -> Check:
 
 
 def _clock() -> Check:
-    """Check the clock: a wrong time breaks TLS, tokens and the times in the records."""
+    """A wrong time breaks TLS, tokens and the times in records."""
     newest = Path(__file__).stat().st_mtime
     now = time.time()
     shown = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(now))
@@ -295,7 +288,7 @@ def _clock() -> Check:
 
 
 def _loopback() -> Check:
-    """Check 127.0.0.1, over which all components of a stack talk."""
+    """All components talk over 127.0.0.1."""
     name, began = "loopback", time.perf_counter()
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -334,7 +327,7 @@ def _localhost() -> Check:
 
 
 def _proxy() -> Check:
-    """Check that no proxy takes requests to this machine: run-api and vLLM would look dead."""
+    """A proxy would take requests to this machine: run-api and vLLM would look dead."""
     proxies = sorted(urllib.request.getproxies_environment().keys() & {"http", "https", "all"})
     if not proxies:
         return ok("proxy", "none set")
@@ -449,7 +442,7 @@ def _card_memory(card: Card) -> Check:
 
 
 def compiler(found: str | None, header: Path) -> Check:
-    """Check the C compiler and Python's headers: Triton compiles code at its first start."""
+    """Triton compiles code at its first start, with a C compiler and Python's headers."""
     name = "C compiler"
     missing = [] if found else ["no gcc, cc or clang"]
     missing += [] if header.exists() else [f"no {header}"]
@@ -462,7 +455,7 @@ def compiler(found: str | None, header: Path) -> Check:
 
 
 def find_compiler() -> tuple[str | None, Path]:
-    """Return the compiler that Triton picks, and the header that it needs."""
+    """The compiler that Triton picks, and the header that it needs."""
     named = (
         shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "cc", "clang") if name
     )
@@ -472,7 +465,7 @@ def find_compiler() -> tuple[str | None, Path]:
 def torch_sees_gpus(
     present: int, python: str = sys.executable, timeout_s: float = IMPORT_S
 ) -> Check:
-    """Check which GPUs torch sees, in a process of its own."""
+    """GPUs that torch sees, in a process of its own."""
     name, began = "torch.cuda", time.monotonic()
     fix = (
         "run `python -c 'import torch; torch.cuda.init()'` for the error; restart the machine "

@@ -2,12 +2,9 @@
 
     atropos-tui clean [--dry-run] [--yes] [--run-dir DIR]
 
-Live runs are never touched, nothing is chosen by name or port, and run directories stay. Processes
-kept on purpose (`survive = true`) end only if their run is named or the user confirms.
-
-A run counts as dead if no sign of a supervisor is left (`supervisor.liveness.left_by`) and the lock
-of its journal is free. Processes of another run directory are never touched, even with the same run
-id: a copied run directory has the id of its original.
+Live runs are never touched, nothing is chosen by name or port, and run directories stay. A run is
+dead if no sign of a supervisor is left (`liveness.left_by`) and its journal is not locked.
+Processes of another run directory are never touched: a copy has the id of its original.
 """
 
 from __future__ import annotations
@@ -48,12 +45,6 @@ SETTLED_S = 10.0
 
 
 def clean(options: argparse.Namespace) -> int:
-    """Run `clean`.
-
-    Returns:
-        0: nothing is left; 2: not confirmed, or the run is live; 4: a process outlived SIGKILL, or
-            its node was not reached; 5: no such run.
-    """
     run = options.run or options.run_dir
     named = run is not None
     found = [_named(run)] if named else all_dead()
@@ -88,7 +79,7 @@ def clean(options: argparse.Namespace) -> int:
 
 
 def _named(run_dir: Path) -> DeadRun:
-    """Return the named dead run. Its folder may be gone if its processes still carry its marker."""
+    """Its folder may be gone while its processes still carry its marker."""
     try:
         entry = runs.pick_own(run_dir)
     except UserError:
@@ -202,9 +193,9 @@ class DeadRun:
     table: ProcessTable | None
     processes: list[Leftover] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
-    """Manifests, weights in shared memory, the socket, and the link to it."""
+    """Manifests, weights in shared memory, the socket and its link."""
     group: str = ""
-    """Control group of the run; empty if it is gone."""
+    """Control group of the run."""
 
     @property
     def is_clean(self) -> bool:
@@ -212,8 +203,7 @@ class DeadRun:
 
     @property
     def elsewhere(self) -> list[FarEntry]:
-        """Components on other nodes at the time the supervisor died. They end by themselves, but
-        nobody has seen it."""
+        """Components on other nodes when the supervisor died; nobody has seen them end."""
         return [*far_entries(self.table)]
 
     @property
@@ -227,7 +217,7 @@ class DeadRun:
 
 
 def find_dead(root: Path, info: dict[str, Any]) -> DeadRun | None:
-    """Return the remains of the run in `root`, or None if it is live. `info` is its run.json."""
+    """Remains of the run in `root`; None if it is live. `info` is its run.json."""
     run = RunDir(root)
     table = ProcessTable.load(run.journal_json)
     run_id = table.run_id if table else str(info.get("run_id", ""))
@@ -242,20 +232,18 @@ def find_dead(root: Path, info: dict[str, Any]) -> DeadRun | None:
 
 
 def all_dead() -> list[DeadRun]:
-    """Return every known run with remains, newest first."""
+    """Every known run with remains, newest first."""
     found = (find_dead(entry.dir.root, entry.info) for entry in runs.all_runs())
     return [run for run in found if run is not None and not run.is_clean]
 
 
 def unlisted() -> list[DeadRun]:
-    """Return dead runs that are not in the list of runs but still have processes of this user:
-    their folder was deleted, or they were started with another state folder."""
+    """Dead runs with processes whose folder was deleted, or that have another state folder."""
     return with_processes({entry.dir.root for entry in runs.all_runs()})
 
 
 def with_processes(but: Collection[Path] = ()) -> list[DeadRun]:
-    """Return dead runs with processes of this user, except those in the run directories `but`. One
-    scan of the process table, so the cost does not grow with the number of runs."""
+    """Dead runs with processes, except those in `but`; one scan of the process table."""
     found: set[tuple[str, str]] = set()
     for pid in procfs.scan():
         env = procfs.environ(pid) if is_own(Path(f"/proc/{pid}")) else {}  # others' are unreadable
@@ -271,7 +259,7 @@ def with_processes(but: Collection[Path] = ()) -> list[DeadRun]:
 
 
 def left_text(found: list[DeadRun]) -> str:
-    """One line about the processes of dead runs; empty without any."""
+    """One line about the processes of dead runs."""
     count = sum(len(run.processes) for run in found)
     if not count:
         return ""
@@ -289,17 +277,16 @@ def stale_sockets() -> list[Path]:
 
 
 def _is_locked(run: RunDir) -> bool:
-    """Return True if a supervisor holds the lock of the journal, or the guard of a killed one that
-    still ends processes."""
+    """A supervisor, or the guard of a killed one, holds the journal's lock."""
     with holding(run.supervisor_jsonl) as free:
         return not free
 
 
 def _clearable_files(run: RunDir, table: ProcessTable | None) -> list[Path]:
-    """Return files that must not outlive their component.
+    """Files that must not outlive their component.
 
-    Files in the run directory may come from plan or journal; those in shared memory and temporary
-    folders only from the journal, because a copied run may bring a plan of another machine.
+    Shared memory and temporary folders come from the journal only: a copied run may bring the plan
+    of another machine.
     """
     parts = read_json(run.plan_json).get("components")
     planned = (

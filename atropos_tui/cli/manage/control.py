@@ -1,4 +1,4 @@
-"""Commands that act on a live run through its socket, and `attach`, which opens the screen."""
+"""Commands that act on a live run through its socket, and `attach`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POLL_S = 0.1
 
 
 def not_live(run_dir: Path) -> UserError:
-    """Explain why nobody can act on this run: it has ended, or its socket was moved or removed."""
+    """Explain why nobody can act on this run."""
     from atropos_tui.monitor.run.run_files import living_supervisor
     from atropos_tui.supervisor.journal.store import ProcessTable, RunResult
 
@@ -68,8 +68,8 @@ def _end_of(run: RunDir, result: RunResult | None) -> Problem:
 
 
 def act(options: argparse.Namespace) -> int:
-    """`start`, `stop`, `restart`, `kill`: show what stops and starts, ask for confirmation, and
-    follow the command to its end."""
+    """`start`, `stop`, `restart`, `kill`: show what changes, ask, and follow the command to its
+    end."""
     action: Action = options.action
     entry = runs.acted_on(options)
     slurm.require_here(entry.dir)
@@ -114,8 +114,7 @@ def _refused(refused: Refused, named: str, entry: runs.RunEntry) -> UserError:
 
 
 async def bring_down(run_dir: Path, timeout_s: float | None) -> None:
-    """Stop the stack and wait until its supervisor has ended; a run that has ended already is no
-    error."""
+    """Stop the stack and wait for its supervisor's end; an ended run is no error."""
 
     socket = ControlClient(run_dir)
     try:
@@ -144,12 +143,6 @@ async def down(options: argparse.Namespace) -> int:
 
 
 def print_end(run: RunDir, code: int | None = None, *, to: TextIO | None = None) -> int:
-    """Print figures of the run, how it ended (a failure on stderr, or everything to `to`), and
-    where its files are.
-
-    Returns:
-        `code`, or the run's own exit code if `code` is None.
-    """
     result = runs.read_result(run) or {
         "exit_code": code if code is not None else Exit.FAULT,
         "reason": "no result.json",
@@ -173,8 +166,6 @@ def print_end(run: RunDir, code: int | None = None, *, to: TextIO | None = None)
 
 
 async def wait(options: argparse.Namespace) -> int:
-    """`wait --for`: exit 0 reached, 3 impossible (also: crashed), 4 timeout; `done` returns the
-    run's own exit code."""
     from atropos_tui.monitor.run.run_files import GONE, supervisor_gone
 
     entry = runs.of(options)
@@ -211,7 +202,7 @@ async def wait(options: argparse.Namespace) -> int:
 
 
 def _check_target(target: str, entry: runs.RunEntry) -> None:
-    """Refuse an unknown target; for runs without a supervisor, which would do so itself."""
+    """Refuse an unknown target; for runs without a supervisor that would do so."""
     known = runs.component_names(entry)
     if known and target not in ("ready", "done", *known):
         fix = f"{did_you_mean(target, known)}one of: ready, done, {', '.join(known)}"
@@ -235,8 +226,7 @@ def attach(options: argparse.Namespace) -> int:
 
 
 def open_screen(run: RunDir, *, read_only: bool = False) -> int:
-    """Show the run. Leaving either detaches (exit 0), or stops the stack and returns the run's exit
-    code."""
+    """Leaving either detaches (exit 0), or stops the stack and returns the run's exit code."""
     if not sys.stdout.isatty():
         raise UserError(
             "no terminal", [Problem("the screen needs one", "use ps, logs and events instead")]
@@ -268,7 +258,6 @@ def open_screen(run: RunDir, *, read_only: bool = False) -> int:
 
 
 def _print_if_open(text: str) -> None:
-    """Print to a terminal that may have closed, which is no failure here."""
     try:
         print(text, flush=True)
     except OSError:

@@ -1,4 +1,4 @@
-"""`ps`, `why`, `events`, `runs`: query a live run, or read the files of one that has ended."""
+"""`ps`, `why`, `events`, `runs`: query a live run, or read the files of an ended one."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ RUNS_SHOWN = 20
 LOOK_S = 1.0
 """Seconds between two updates of `ps -f`."""
 STEP_S = 10.0
-"""Smallest interval in seconds between two steps printed by `ps -f`."""
+"""Seconds between two steps printed by `ps -f`."""
 
 
 async def status_of(entry: runs.RunEntry) -> RunStatus:
-    """Status from the supervisor on any machine, or rebuilt from plan.json and supervisor.jsonl."""
+    """Status from the supervisor on any machine, or rebuilt from the files."""
     try:
         return await ControlClient(entry.dir.root).status()
     except NoSupervisor:
@@ -57,7 +57,7 @@ async def status_of(entry: runs.RunEntry) -> RunStatus:
 
 
 def status_of_files(entry: runs.RunEntry) -> RunStatus:
-    """Status of a run whose supervisor does not listen on this machine."""
+    """Status of a run whose supervisor does not listen here."""
     from atropos_tui.monitor.run.run_files import load_run
 
     info, state, _ = load_run(entry.dir.root)
@@ -65,8 +65,7 @@ def status_of_files(entry: runs.RunEntry) -> RunStatus:
 
 
 def status_without_socket(entry: runs.RunEntry, info: RunInfo, state: RunState) -> RunStatus:
-    """Status from the supervisor on another machine, from the state of the job, or from the
-    files."""
+    """Status from another machine's supervisor, the job's state, or the files."""
     try:
         job = slurm.elsewhere(entry.dir)
     except UserError as error:
@@ -91,7 +90,6 @@ def status_without_socket(entry: runs.RunEntry, info: RunInfo, state: RunState) 
 def _unreached_status(
     entry: runs.RunEntry, info: RunInfo, state: RunState, phase: Phase, reason: str
 ) -> RunStatus:
-    """Status from the files for a run that has not ended."""
     status = status_from_files(entry.dir, info, state)
     known = {
         "phase": phase,
@@ -103,7 +101,6 @@ def _unreached_status(
 
 
 def read_events(run: RunDir) -> Iterator[Record]:
-    """Yield the records of supervisor.jsonl; incomplete and foreign lines are skipped."""
     try:
         with open_regular(run.supervisor_jsonl) as file:
             for line in whole_lines(file):
@@ -130,8 +127,7 @@ async def ps(options: argparse.Namespace) -> int:
 
 
 class NewLines:
-    """Changes of a run since the last call, as plain text for screen readers, slow connections and
-    log files."""
+    """Changes since the last call as plain text, for screen readers and log files."""
 
     def __init__(self) -> None:
         self._states: dict[str, str] = {}
@@ -142,8 +138,7 @@ class NewLines:
     def lines(
         self, status: RunStatus, info: RunInfo, state: RunState, said: Verdict, now: float
     ) -> Iterator[str]:
-        """Yield components with a new state, the verdict if its words changed (not only numbers),
-        and the newest step."""
+        """Components with a new state, the verdict if its words changed, and the newest step."""
         for row in status.components:
             if (
                 self._states.get(row.name, row.state) != row.state
@@ -164,8 +159,7 @@ class NewLines:
 
 
 async def follow(entry: runs.RunEntry) -> None:
-    """Run `ps -f`: print the table, then a line for each change until the run ends. Nothing is
-    redrawn."""
+    """`ps -f`: print the table, then a line for each change. Nothing is redrawn."""
     from atropos_tui.monitor.explain.verdict import verdict
     from atropos_tui.monitor.run.run_files import load_run
     from atropos_tui.monitor.run.timeline import clock
@@ -195,8 +189,7 @@ async def follow(entry: runs.RunEntry) -> None:
 
 
 async def why(options: argparse.Namespace) -> int:
-    """Print the verdict on the run, what it or its components wait for, since when, and the usual
-    cause."""
+    """Print the verdict on the run, and what its components wait for."""
     entry, names = runs.with_components(options.words, options.run_dir)
     slurm.require_here(entry.dir)
     if options.json:
@@ -213,10 +206,10 @@ async def why(options: argparse.Namespace) -> int:
 
 
 async def why_answer(entry: runs.RunEntry, names: list[str]) -> Why:
-    """Build the data of `why` for the components in `names`, or for all.
+    """Build the data of `why`.
 
     Raises:
-        UserError: one of them is not part of the run.
+        UserError: one of `names` is not part of the run.
     """
     from atropos_tui.cli.answers import ComponentWhy, Why
 
@@ -239,8 +232,7 @@ async def why_answer(entry: runs.RunEntry, names: list[str]) -> Why:
 
 
 def _diagnoses(state: RunState, status: RunStatus) -> list[DiagnosisRecord]:
-    """Open diagnoses of a live run, the most severe first; all diagnoses of an ended run, with
-    `over` on those that ended."""
+    """Open diagnoses of a live run, the most severe first; of an ended run all."""
     from atropos_tui.monitor.explain.why import open_diagnoses
 
     standing = open_diagnoses(state, status)
@@ -259,8 +251,7 @@ def _ideas(paragraph: list[str]) -> list[str]:
 
 
 async def _picture(entry: runs.RunEntry, names: list[str]) -> tuple[Picture, Verdict]:
-    """Return the present state of a run with all that its files and supervisor report, and the
-    verdict on it.
+    """Present state of a run, and the verdict on it.
 
     Raises:
         UserError: one of `names` is not part of the run.
@@ -326,7 +317,7 @@ def _wanted_events(entry: runs.RunEntry, options: argparse.Namespace) -> Callabl
 
 
 async def _events(entry: runs.RunEntry, *, follow: bool) -> AsyncIterator[Record]:
-    """Yield the past events from the file, then the live stream from the end of the file."""
+    """Past events from the file, then the live stream."""
     last = -1
     for record in read_events(entry.dir):
         last = record.seq
@@ -346,7 +337,6 @@ async def _events(entry: runs.RunEntry, *, follow: bool) -> AsyncIterator[Record
 
 
 def list_runs(options: argparse.Namespace) -> int:
-    """List runs, newest first: `RUNS_SHOWN` on a terminal, all as JSON, or --limit."""
     found = runs.all_runs()
     limit = (
         options.limit if options.limit is not None else (len(found) if options.json else RUNS_SHOWN)
@@ -368,7 +358,6 @@ def list_runs(options: argparse.Namespace) -> int:
 
 
 def run_row(entry: runs.RunEntry) -> RunRow:
-    """Outcome of a run as data."""
     from atropos_tui.monitor.run_list import LIVE, UNFINISHED, listed
 
     found = listed(entry.dir, is_live=entry.is_live, now=time.time())

@@ -1,5 +1,3 @@
-"""`logs`: output of one or several components, live or after the end, read from the run's files."""
-
 from __future__ import annotations
 
 import argparse
@@ -31,10 +29,9 @@ from atropos_tui.supervisor.processes.logs import attempts
 Show = Callable[[LogLine], str]
 
 FOLLOW_S = 0.05
-"""Seconds between two reads of growing files; with `log_reader.HOLD_S`, a merged line appears after
-at most 0.2 s."""
+"""Seconds between two reads of growing files."""
 LINES = 200
-"""Lines to show without -n and --since."""
+"""Lines without -n and --since."""
 LIVE_S = 0.5
 """Seconds between two checks of whether the run is live."""
 AT_ONCE = 1000
@@ -51,7 +48,7 @@ class Filter:
     since: float
 
     def of(self, lines: Iterable[LogLine]) -> Iterator[LogLine]:
-        """Yield the selected lines, with text that is safe for a terminal."""
+        """Yield the selected lines, safe for a terminal."""
         source = (line for line in lines if line.time >= self.since)
         if self.pattern is None:
             yield from (line._replace(text=one_line(line.text)) for line in source)
@@ -67,7 +64,7 @@ class Filter:
 
 @dataclass(frozen=True)
 class Prefix:
-    """Formats a line with time and component; each component has its colour."""
+    """Formats a line with time and component, in its colour."""
 
     names: list[str]
     colour: bool
@@ -88,15 +85,13 @@ class Prefix:
 
 
 def as_json(line: LogLine) -> str:
-    """Format a line as `LogRow` of `answers.py`, without the cost of building a model."""
+    """A line as `LogRow`, without the cost of a model."""
     return json.dumps(
         {"time": line.time, "component": line.component, "attempt": line.attempt, "text": line.text}
     )
 
 
 async def logs(options: argparse.Namespace) -> int:
-    """Print the logs of the newest attempts; with `-f` go on through restarts until the run
-    ends."""
     entry, chosen = runs.with_components(options.words, options.run_dir)
     since = -math.inf if options.since is None else moment(options.since, datetime.now())
     wanted = Filter(compiled(options.grep), since)
@@ -148,7 +143,7 @@ def _print(lines: Iterable[LogLine], show: Show) -> int:
 def _readers(
     run: RunDir, chosen: list[str], options: argparse.Namespace
 ) -> tuple[list[str], list[LogReader]]:
-    """Names and readers of the chosen components; without a choice of all, in plan order."""
+    """Names and readers of the chosen components, or of all in plan order."""
     planned = [part.name for part in read_info(run).components if is_safe_name(part.name)]
     known = list(dict.fromkeys([*planned, *names_in(run.logs, folders=True)]))
     names = list(dict.fromkeys(chosen)) or known
@@ -197,10 +192,8 @@ def _count(options: argparse.Namespace) -> float:
 
 
 def compiled(pattern: str | None) -> Pattern | None:
-    """Compile the pattern of --grep.
-
-    Raises:
-        UserError: it is not a regular expression.
+    """Raises:
+    UserError: it is not a regular expression.
     """
     try:
         return Pattern(pattern) if pattern else None
@@ -209,8 +202,7 @@ def compiled(pattern: str | None) -> Pattern | None:
 
 
 def moment(text: str, now: datetime) -> float:
-    """Convert --since to Unix seconds: `90s`, `5m`, `2h`, `1d` ago; `HH:MM[:SS]`, the latest one; a
-    date, or date and time.
+    """--since in Unix seconds: `90s`, `5m`, `2h`, `1d` ago; `HH:MM[:SS]`; a date, or date and time.
 
     Raises:
         UserError: it is none of these.

@@ -1,7 +1,6 @@
 """Lookup of runs: by directory, id, name or a prefix of the id, or the latest live one.
 
-Every run leaves a symlink to its directory in the user's state folder, so that commands find it
-from any folder.
+Every run leaves a symlink to its directory in the user's state folder.
 """
 
 from __future__ import annotations
@@ -25,24 +24,21 @@ from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.profile.ports import has_supervisor, listener
 
 MOST_NAMED = 5
-"""Most runs that a message lists."""
+"""Runs that a message lists."""
 
 
 @dataclass(frozen=True)
 class RunEntry:
-    """A run on disk, described by its run.json."""
-
     dir: RunDir
     info: dict[str, Any]
 
     @property
     def run_id(self) -> str:
-        """Id of the run; empty if run.json has none."""
         return str(self.info.get("run_id") or "")
 
     @property
     def is_own(self) -> bool:
-        """True if only this user can have written the run's files."""
+        """Only this user can have written the run's files."""
         return is_own(self.dir.root)
 
     @property
@@ -51,13 +47,12 @@ class RunEntry:
 
     @property
     def used_at(self) -> float:
-        """Time of the last start or resume, in Unix seconds."""
+        """Last start or resume, in Unix seconds."""
         return _seconds(self.info.get("resumed_at")) or self.started_at
 
     @property
     def is_live(self) -> bool:
-        """True if a supervisor runs: a process listens on the run's socket (a killed one leaves
-        only the file), or the run's SLURM job runs on another node."""
+        """A process listens on the run's socket, or its SLURM job runs on another node."""
         return has_supervisor(self.dir) or slurm.runs_elsewhere(self.dir)
 
 
@@ -67,12 +62,12 @@ def _seconds(value: object) -> float:
 
 
 def new_run_id(name: str) -> str:
-    """Return NAME-TIME-ID, which sorts by time and is safe in paths."""
+    """NAME-TIME-ID: sorts by time, safe in paths."""
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 
 
 def remember(run: RunDir, run_id: str) -> None:
-    """Add a symlink to the registry. Errors are ignored: the run still works by its directory."""
+    """Add a symlink to the registry. Errors are ignored."""
     try:
         registry().mkdir(parents=True, exist_ok=True, mode=0o700)
         link = registry() / run_id
@@ -83,8 +78,7 @@ def remember(run: RunDir, run_id: str) -> None:
 
 
 def all_runs() -> list[RunEntry]:
-    """Return every run of this user that is still on disk, newest first. Runs of other users are
-    reachable by their directory only."""
+    """Every run of this user on disk, newest first."""
     # Runs below the current folder count as well: the registry may be of another machine or HOME.
     roots = [path.parent.resolve() for path in Path("runs").glob("*/run.json")]
     with contextlib.suppress(OSError):
@@ -102,8 +96,7 @@ def all_runs() -> list[RunEntry]:
 
 
 def read_run(root: Path) -> RunEntry | None:
-    """Return the run in `root`; None without a readable run.json, or if its id is not a safe
-    name."""
+    """None without a readable run.json, or if its id is not a safe name."""
     info = _read_object(root / "run.json")
     if info is None or not is_safe_name(str(info.get("run_id", "none"))):
         return None
@@ -119,7 +112,7 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 
 
 def pick_own(run_dir: Path | None) -> RunEntry:
-    """Return the run for a command that acts on what its files say.
+    """For a command that acts on what the run's files say.
 
     Raises:
         UserError: exit code 5, no such run; 2, other users may have written there.
@@ -138,7 +131,7 @@ def pick_own(run_dir: Path | None) -> RunEntry:
 
 
 def pick(run_dir: Path | None) -> RunEntry:
-    """Return the run that a command names, or the default.
+    """The named run, or the default.
 
     Raises:
         UserError: exit code 5, no such run.
@@ -162,12 +155,12 @@ def _newest() -> RunEntry | None:
 
 
 def of(options: argparse.Namespace) -> RunEntry:
-    """Return the run of a command that takes `[RUN]` or `--run-dir`; see `pick`."""
+    """The run of a command with `[RUN]` or `--run-dir`; see `pick`."""
     return pick(options.run or options.run_dir)
 
 
 def acted_on(options: argparse.Namespace) -> RunEntry:
-    """Return the run of a command that starts or stops something.
+    """The run of a command that starts or stops something.
 
     Raises:
         UserError: exit code 5, no such run; 2, several are live and none is named.
@@ -184,8 +177,7 @@ def acted_on(options: argparse.Namespace) -> RunEntry:
 
 
 def with_components(words: Sequence[str], run_dir: Path | None) -> tuple[RunEntry, list[str]]:
-    """Split the words of a command that takes a run and components in any order. A word that is a
-    component's name is never taken as a run.
+    """Split words that are a run and components in any order; a component's name is never a run.
 
     Raises:
         UserError: exit code 5, no such run.
@@ -203,7 +195,7 @@ def with_components(words: Sequence[str], run_dir: Path | None) -> tuple[RunEntr
 
 
 def component_names(entry: RunEntry | None) -> dict[str, str]:
-    """Roles of a run's components by name; empty if plan.json cannot be read."""
+    """Component -> role."""
     try:
         plan = (_read_object(entry.dir.plan_json) if entry else None) or {}
         parts = [(part["name"], str(part.get("role", ""))) for part in plan["components"]]
@@ -213,10 +205,8 @@ def component_names(entry: RunEntry | None) -> dict[str, str]:
 
 
 def find(run: Path) -> RunEntry | None:
-    """Return the run in a folder, or a listed run by its id, name or a prefix of its id; None if
-    none fits.
-
-    Of several runs of one name, the live one is taken, otherwise the latest.
+    """The run in a folder, or a listed run by id, name or a prefix of its id. Of several with one
+    name the live one is taken, otherwise the latest.
 
     Raises:
         UserError: exit code 5, the path cannot be resolved; 2, several runs fit.
@@ -293,7 +283,7 @@ def _missing(run: RunDir, fix: str) -> Problem:
 
 
 def read_result(run: RunDir) -> dict[str, Any] | None:
-    """Read result.json of an ended run; None if it is missing or invalid."""
+    """None if it is missing or invalid."""
     data = _read_object(run.result_json) or {}
     code = data.get("exit_code")
     return (
@@ -302,8 +292,7 @@ def read_result(run: RunDir) -> dict[str, Any] | None:
 
 
 def is_used(root: Path) -> bool:
-    """Return True if no run may start in this directory: it holds more than the empty lock file of
-    an `up` that failed early."""
+    """The directory holds more than the empty lock file of an `up` that failed early."""
     if not root.is_dir():
         return root.exists()
     return any(

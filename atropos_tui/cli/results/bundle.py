@@ -1,12 +1,7 @@
-"""`bundle RUN [-o FILE]`: one private archive with the files for a support request, without
-secrets.
+"""`bundle RUN [-o FILE]`: one private archive for a support request, without secrets.
 
-    atropos-tui bundle                      # the latest run
-    atropos-tui bundle runs/NAME -o x.tar.gz
-
-Only files of a fixed list are read, up to a size limit, without following symbolic links; weights
-and checkpoints are never read. Every text passes `redact.Scrubber`. `contents.json` in the archive
-lists what is whole, cut or left out.
+Only a fixed list of files is read, up to a size limit, without following links; never weights.
+Every text passes `redact.Scrubber`. `contents.json` lists what is whole, cut or left out.
 """
 
 from __future__ import annotations
@@ -49,7 +44,7 @@ from atropos_tui.supervisor.processes import procfs
 MIB = 1024 * 1024
 HEAD_BYTES = MIB // 4
 TAIL_BYTES = MIB
-"""Bytes kept of the start and of the end of a larger file: the configuration, and the failure."""
+"""Bytes kept of the start and the end of a larger file."""
 MOST_ATTEMPTS = 5
 """Latest attempts per component whose logs are packed."""
 WHOLE = ("run.json", "profile.toml", "plan.json", "result.json", "journal.json", "fault.txt")
@@ -58,15 +53,12 @@ STREAMS = ("supervisor.jsonl", "supervisor.log", "telemetry.jsonl")
 
 @dataclass
 class Bundle:
-    """The archive while it is written."""
-
     tar: tarfile.TarFile
     folder: str
     scrub: Scrubber
     contents: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, text: str, note: str = "whole") -> None:
-        """Add one member; `text` is scrubbed already."""
         data = text.encode("utf-8", "replace")
         info = tarfile.TarInfo(f"{self.folder}/{name}")
         info.size, info.mode, info.mtime = len(data), 0o600, int(time.time())
@@ -75,11 +67,6 @@ class Bundle:
 
 
 def bundle(options: argparse.Namespace) -> int:
-    """Run `bundle`.
-
-    Returns:
-        0: the archive is written; 2: FILE exists or cannot be written; 5: no such run.
-    """
     entry = runs.pick(options.run)
     run_id = str(entry.info.get("run_id") or entry.dir.root.name).replace("/", "_")
     path = options.output or Path(f"{run_id}-bundle-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
@@ -122,8 +109,7 @@ def _fill(packed: Bundle, entry: runs.RunEntry) -> None:
 
 
 def _add_report(packed: Bundle, name: str, report: Callable[[], str]) -> None:
-    """Add a report that is made now. A failed report is replaced by its error, so that the bundle
-    is still made."""
+    """Add a report made now, or the error of making it."""
     try:
         text = report()
     except Exception as error:
@@ -164,8 +150,8 @@ def _by_kind(scrubber: Scrubber, name: str) -> Callable[[str], str]:
 
 
 def _without_identity(text: str) -> str:
-    """Remove from `journal.json` what could make it act on this machine: boot ids, commands that
-    reach nodes, its seal."""
+    """Remove what could make `journal.json` act on a machine: boot ids, commands to nodes, its
+    seal."""
 
     def kept(value: Any, key: str = "") -> Any:
         if isinstance(value, list):
@@ -189,8 +175,7 @@ def _toml(scrubber: Scrubber, text: str) -> str:
 
 
 def _read(root: Path, name: str) -> tuple[bytes, bytes, int]:
-    """Read head, tail and size of a file, cut between lines: the scrubber would miss half a
-    secret."""
+    """Head, tail and size of a file, cut between lines: the scrubber would miss half a secret."""
     with open_regular(root / name, unlinked=len(Path(name).parts)) as file:
         size = os.fstat(file.fileno()).st_size
         if size <= HEAD_BYTES + TAIL_BYTES:
@@ -203,7 +188,7 @@ def _read(root: Path, name: str) -> tuple[bytes, bytes, int]:
 
 
 def _logs(run: RunDir) -> Iterator[str]:
-    """Names of the logs of the latest attempts of each component, rotated parts included."""
+    """Logs of the latest attempts, rotated parts included."""
     for component in names_in(run.logs, folders=True):
         names = [name for name in names_in(run.logs / component, IN_LOGS - 1) if ".log" in name]
         attempts = sorted(
@@ -214,7 +199,7 @@ def _logs(run: RunDir) -> Iterator[str]:
 
 
 def _listing(root: Path) -> Iterator[str]:
-    """List every file below the run with its size in bytes, checkpoints and weights included."""
+    """Every file below the run with its size."""
     for folder, folders, files, descriptor in os.fwalk(root):
         folders.sort()  # in place, which makes `fwalk` descend in this order
         for name in sorted(files):
@@ -235,8 +220,7 @@ def _versions() -> dict[str, str]:
 
 
 def _scrubber(entry: runs.RunEntry) -> Scrubber:
-    """Scrubber for the secrets of this shell, of `.env` files, of this user's token files, and of a
-    live run."""
+    """Scrubber for the secrets of this shell, `.env` files, token files, and a live run."""
     git = entry.info.get("git")
     commit = git.get("commit") if isinstance(git, dict) else None
     values = {*_environment_secrets(entry), *_token_files()}
@@ -244,7 +228,7 @@ def _scrubber(entry: runs.RunEntry) -> Scrubber:
 
 
 def _environment_secrets(entry: runs.RunEntry) -> Iterator[str]:
-    """Values of secret variables, and all values of `.env` files that are not plainly harmless."""
+    """Secret variables, and all values of `.env` files that are not plainly harmless."""
     table = ProcessTable.load(entry.dir.journal_json)
     processes = tracker.find_leftovers(
         str(entry.info.get("run_id", "")), table
@@ -270,8 +254,7 @@ def _environment_secrets(entry: runs.RunEntry) -> Iterator[str]:
 
 
 def _env_folders(entry: runs.RunEntry) -> set[Path]:
-    """Folders whose `.env` the run may have read: those of its profiles, and the current folder of
-    `up`."""
+    """Folders whose `.env` the run may have read."""
     words = entry.info.get("command")
     words = words if isinstance(words, list) else []
     named = [word for word in words if isinstance(word, str) and word.endswith(".toml")]
@@ -297,8 +280,7 @@ def _dotenv(file: Path) -> dict[str, str]:
 
 
 def _names_in_secrets(run: RunDir) -> set[str]:
-    """Names of variables that the profile or the plan puts into a secret; they are secret under any
-    name."""
+    """Variables that the profile or the plan puts into a secret."""
     names: set[str] = set()
     for path, parse in ((run.plan_json, json.loads), (run.profile_toml, tomllib.loads)):
         try:
@@ -309,7 +291,6 @@ def _names_in_secrets(run: RunDir) -> set[str]:
 
 
 def _token_files() -> Iterator[str]:
-    """Tokens that `huggingface-cli login` and `wandb login` store in the home folder."""
     hub = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     for path in (Path(os.environ.get("HF_TOKEN_PATH") or hub / "token"), hub / "stored_tokens"):
         try:

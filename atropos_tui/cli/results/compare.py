@@ -1,7 +1,6 @@
-"""`compare`: several stacks side by side or one after another, and one table at the end.
+"""`compare`: several stacks side by side or in turn, and one table at the end.
 
-Each stack has its own supervisor and run directory below runs/compare-TIME. Every other command
-works on it, a failing stack does not stop the others, and all go on if this program is killed. An
+Each stack has its own supervisor and run directory, and goes on if this program is killed. An
 interrupt stops them all.
 """
 
@@ -46,31 +45,29 @@ POLL_S = 0.2
 REDRAW_S = 0.5
 PAGE = "overlay.html"
 REPEAT_S = 10.0
-"""Seconds between two lines about a stack, off a terminal, while only its figures change; a new
-phase is printed at once."""
+"""Seconds between two lines about a stack while only its figures change."""
 WORST_FIRST = (Exit.FAULT, Exit.COMPONENT_FAILED, Exit.TIMEOUT, Exit.USAGE, Exit.INTERRUPTED)
 
 
 @dataclass(eq=False)
 class ComparedStack:
-    """One stack of the comparison; compares by identity, because its fields are filled in later."""
+    """One stack of the comparison; compared by identity."""
 
     label: str
-    """Name of its run directory and column; `LABEL:key=value` sets a key of this stack alone."""
+    """Name of its run directory and column; `LABEL:key=value` sets a key of this stack."""
     name: str
     """PROFILE as given."""
     sets: list[str] = field(default_factory=list)
     profile: Profile = field(init=False)
     """Set by `load`."""
     root: Path = field(init=False)
-    """Run directory, known before the stack is planned."""
+    """Run directory, known before the plan."""
     spec: StackSpec = field(init=False)
-    """Processes to start, set by `plan` after every check has passed."""
+    """Set after every check has passed."""
     progress: Progress | None = None
     """None before the start."""
     note: str = "waits for its turn"
     code: int | None = None
-    """Exit code; None while it runs, or if it was never started."""
 
     @property
     def phase(self) -> str:
@@ -114,8 +111,7 @@ async def compare(options: argparse.Namespace) -> int:
 
 
 def label_entries(options: argparse.Namespace) -> list[ComparedStack]:
-    """Create an entry per PROFILE, labelled by its file (`demo`, `demo-2`, ...), with its
-    overrides."""
+    """One entry per PROFILE, labelled by its file (`demo`, `demo-2`, ...)."""
     entries: list[ComparedStack] = []
     count: Counter[str] = Counter()
     problems: list[Problem] = []
@@ -151,7 +147,7 @@ def prepare(entries: Sequence[ComparedStack], base: Path, *, sequential: bool) -
     """Check every stack before any is started.
 
     Returns:
-        Lines about settings that were changed so that the stacks fit side by side.
+        Lines about settings changed so that the stacks fit side by side.
 
     Raises:
         UserError: lists every problem of every profile.
@@ -183,7 +179,7 @@ def prepare(entries: Sequence[ComparedStack], base: Path, *, sequential: bool) -
 
 
 def plan(entry: ComparedStack, *, resumed_id: str | None = None) -> None:
-    """Check a loaded entry on this machine and set what it starts; `resumed_id` continues that run.
+    """Check a loaded entry and set what it starts; `resumed_id` continues that run.
 
     Raises:
         UserError: lists every problem.
@@ -201,7 +197,7 @@ def load(entry: ComparedStack) -> None:
 
 
 def each(entries: Sequence[ComparedStack], work: Callable[[ComparedStack], None]) -> None:
-    """Call `work` for every entry, and raise all problems of all entries together."""
+    """Call `work` for every entry, and raise all problems together."""
     problems: list[Problem] = []
     several = Counter(entry.name for entry in entries)
     for entry in entries:
@@ -220,9 +216,6 @@ def each(entries: Sequence[ComparedStack], work: Callable[[ComparedStack], None]
 
 
 class Board:
-    """One live line per stack: redrawn in place on a terminal, otherwise printed when it
-    changes."""
-
     def __init__(self, entries: Sequence[ComparedStack], to: TextIO) -> None:
         self._entries = entries
         self._to = to
@@ -233,12 +226,10 @@ class Board:
         self._last = {entry.label: ("", 0.0) for entry in entries}
 
     def say(self, line: str) -> None:
-        """Print a line above the live lines."""
         self._print(plain_text(line) + "\n")
         self._drawn = 0
 
     def draw(self) -> None:
-        """Draw the state of every stack; on a terminal that is too small only the running ones."""
         columns, rows = shutil.get_terminal_size()
         entries = self._entries
         if self._live and len(entries) >= rows:
@@ -269,7 +260,7 @@ class Board:
 
 
 class Comparison:
-    """Runs the stacks; the first interrupt stops all of them, the second kills the rest."""
+    """Runs the stacks; the first interrupt stops them, the second kills the rest."""
 
     def __init__(self, entries: Sequence[ComparedStack], board: Board, *, sequential: bool) -> None:
         self._entries = entries
@@ -381,12 +372,11 @@ class Comparison:
 
 
 def _creates(stack: StackSpec) -> dict[str, str]:
-    """Names of one-shot components by the path that they create."""
+    """Path -> one-shot component that creates it."""
     return {part.creates: part.name for part in stack.components if part.creates}
 
 
 def start(entry: ComparedStack) -> None:
-    """Write the run directory and start the supervisor."""
     run = RunDir(entry.root)
     run.create()
     write_run_files(run, entry.spec, entry.profile)
@@ -395,12 +385,10 @@ def start(entry: ComparedStack) -> None:
 
 
 def started(entries: Sequence[ComparedStack]) -> list[Path]:
-    """Run directories of the stacks that were started."""
     return [entry.root for entry in entries if entry.progress is not None]
 
 
 def write_overlay(roots: Sequence[Path], base: Path, board: Board) -> None:
-    """Write a page with the curves of all trained stacks on the same axes, beside the runs."""
     trained = [run for run in read_runs(roots) if run.state.step]
     if len(trained) < 2:
         return
@@ -427,7 +415,6 @@ def print_results(entries: Sequence[ComparedStack], board: Board, *, as_json: bo
 
 
 def print_failures(entries: Sequence[ComparedStack], board: Board) -> None:
-    """Print how each failed stack ended, and where its files are."""
     for entry in entries:
         run = RunDir(entry.root)
         result = runs.read_result(run)

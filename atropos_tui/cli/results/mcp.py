@@ -1,12 +1,9 @@
-"""`mcp`: runs as tools of the Model Context Protocol over stdin and stdout, for agents that watch
-or operate runs.
+"""`mcp`: runs as tools of the Model Context Protocol over stdin and stdout.
 
-    atropos-tui mcp                     # read-only
-    atropos-tui mcp --allow-actions     # may also start, stop and restart components
+    atropos-tui mcp                    # read-only
+    atropos-tui mcp --allow-actions    # may also start, stop and restart components
 
-Every tool reads the same sources as the other commands: `answers.py` and the records. Text of logs
-and rollouts comes from programs and models, so it is stripped of control characters, cut, and
-labelled as data.
+Text of logs and rollouts is stripped of control characters, cut, and labelled as data.
 """
 
 from __future__ import annotations
@@ -41,9 +38,9 @@ from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused
 
 Tool = Callable[..., Awaitable[Any]]
 MOST = 1000
-"""Most lines, events, rollouts or points of one answer."""
+"""Lines, events, rollouts or points of one answer."""
 MOST_TEXT = 4000
-"""Most characters of a prompt or a completion."""
+"""Characters of a prompt or a completion."""
 POLL_S = 0.2
 INSTRUCTIONS = """\
 Runs of atropos-tui: reinforcement learning with a trainer, vLLM servers and environments. Begin with `why`: its
@@ -79,7 +76,7 @@ class RolloutText(BaseModel):
 
 
 async def serve(options: argparse.Namespace) -> int:
-    """Serve on stdin and stdout until they are closed."""
+    """Serve until stdin and stdout are closed."""
     try:
         # Version 2 of the package; version 1 has other names and ends up in the same error.
         from mcp.server import MCPServer
@@ -104,7 +101,7 @@ async def serve(options: argparse.Namespace) -> int:
 
 
 def in_words(tool: Tool) -> Tool:
-    """Wrap `tool` so that a mistake of its caller becomes an answer with the fix."""
+    """A mistake of the tool's caller becomes an answer with the fix."""
     from mcp.server.mcpserver.exceptions import ToolError
 
     @wraps(tool)

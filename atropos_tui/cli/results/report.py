@@ -22,7 +22,6 @@ NEEDED = ("jinja2", "markupsafe", "matplotlib")
 
 
 async def report(options: argparse.Namespace) -> int:
-    """Write the page of one run, or of several on the same axes."""
     entries = [runs.pick(run) for run in options.runs or [None]]
     first = entries[0]
     if len(entries) > 1:
@@ -37,7 +36,7 @@ async def report(options: argparse.Namespace) -> int:
 
 
 def write(page: str, path: Path) -> None:
-    """Write a page that only this user can read: it holds prompts and completions.
+    """Write a page that only this user can read: it holds prompts.
 
     Raises:
         UserError: the file cannot be written.
@@ -81,21 +80,18 @@ def _needing() -> Iterator[None]:
 
 
 def render(entry: runs.RunEntry, status: RunStatus) -> str:
-    """Render the page of one run."""
     with _needing():
         from atropos_tui.monitor.report import render_report
     return render_report(entry.dir, status, time.time())
 
 
 def overlay(compared: Sequence[RunCurves]) -> str:
-    """Render the page of several runs on the same axes."""
     with _needing():
         from atropos_tui.monitor.report import render_overlay
     return render_overlay(compared, time.time())
 
 
 async def _status(entry: runs.RunEntry) -> RunStatus:
-    """Status from the supervisor, or from the files if it does not answer."""
     from atropos_tui.supervisor.client import NotAnswering
 
     try:
@@ -105,7 +101,7 @@ async def _status(entry: runs.RunEntry) -> RunStatus:
 
 
 def replay(options: argparse.Namespace) -> int:
-    """Load the run's records and play them; exit 2 without a terminal or without records."""
+    """Play the run's records; exit 2 without a terminal or without records."""
     from atropos_tui.monitor.replay import Recording, Replay
 
     entry = runs.pick(options.run)

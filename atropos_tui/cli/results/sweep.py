@@ -1,11 +1,10 @@
-"""`sweep`: one profile with every combination of settings, with up to `--parallel` stacks at once.
+"""`sweep`: one profile with every combination of settings, up to `--parallel` stacks at once.
 
     atropos-tui sweep demo --set trainer.lr=1e-5,1e-6 --set seed=0..3
     atropos-tui sweep --resume runs/sweep-demo-TIME
 
-Each cell of the grid is a run of its own below the sweep's folder, started by the code of
-`compare`. Progress is read from the runs; `sweep.json` stores only the grid. A failed cell does not
-stop the others: it is reported, and `--resume` continues it from its last checkpoint.
+Each cell is a run below the sweep's folder, started as by `compare`. `sweep.json` stores only the
+grid. A failed cell does not stop the others; `--resume` continues it.
 """
 
 from __future__ import annotations
@@ -44,25 +43,24 @@ from atropos_tui.profile.sections import Profile, find_profile
 STATE = "sweep.json"
 MOST_CELLS = 1000
 MOST_LABEL = 40
-"""Most characters of a label: with time and id, a run's name may have 64."""
+"""Characters of a label: a run's name may have 64."""
 QUOTES = "\"'"
 
 
 class Grid(BaseModel):
-    """Content of `sweep.json`: everything that `--resume` needs."""
+    """Content of `sweep.json`."""
 
     profile: str
-    """A file, or the name of a shipped profile."""
     sets: list[str]
     """Assignments as given, several values in one."""
     digest: str
     """Hash of the profile without them, so that a changed profile is refused."""
 
     def cells(self) -> list[Cell]:
-        """Return every combination; the last key varies fastest.
+        """Every combination; the last key varies fastest.
 
         Raises:
-            UserError: there are fewer than two combinations, or more than `MOST_CELLS`.
+            UserError: fewer than two combinations, or more than `MOST_CELLS`.
         """
         axes = [
             (key, values_of(values))
@@ -89,15 +87,12 @@ class Grid(BaseModel):
 
 @dataclass(eq=False)
 class Cell(ComparedStack):
-    """One combination of settings."""
-
     settings: dict[str, str] = field(default_factory=dict)
     """Settings that differ between cells."""
 
 
 def values_of(text: str) -> list[str]:
-    """Split `1e-5,1e-6` into two values and `0..3` into four; commas in brackets, braces and quotes
-    do not split."""
+    """Split `1e-5,1e-6` and `0..3`; commas in brackets, braces and quotes do not split."""
     if found := re.fullmatch(r"\s*(-?\d{1,9})\.\.(-?\d{1,9})\s*", text):
         first, last = int(found[1]), int(found[2])
         return [str(value) for value in range(first, last + 1)][
@@ -112,8 +107,7 @@ def values_of(text: str) -> list[str]:
 
 
 def labels_of(settings: Sequence[dict[str, str]]) -> list[str]:
-    """Return a short label for each combination that is safe as a folder name, such as
-    `lr-1e-5_seed-0`."""
+    """A label for each combination that is safe as a folder name, such as `lr-1e-5_seed-0`."""
     keys = list(settings[0])
     last = Counter(key.rpartition(".")[2] for key in keys)
     short = {key: name if last[name := key.rpartition(".")[2]] == 1 else key for key in keys}
@@ -131,8 +125,6 @@ def labels_of(settings: Sequence[dict[str, str]]) -> list[str]:
 
 
 async def sweep(options: argparse.Namespace) -> int:
-    """Run the cells that are not done, then print the table; return the worst exit code of the
-    cells."""
     base, cells = _continued(options) if options.resume is not None else _begun(options)
     slots, said = slots_of(cells, options.parallel)
     if options.resume is None:
@@ -162,7 +154,7 @@ def _grid(options: argparse.Namespace) -> Grid:
 
 
 def _digest(name: str) -> str:
-    """Hash of a profile together with all files that it extends."""
+    """Hash of a profile and all files that it extends."""
     alone = ComparedStack("", name)
     compare.load(alone)
     return hashlib.blake2b(alone.profile.model_dump_json().encode(), digest_size=16).hexdigest()
@@ -185,7 +177,7 @@ def _begun(options: argparse.Namespace) -> tuple[Path, list[Cell]]:
 
 
 def _continued(options: argparse.Namespace) -> tuple[Path, list[Cell]]:
-    """Return the cells of an earlier sweep, with the exit code on those that are done."""
+    """Cells of an earlier sweep, with the exit code of those that are done."""
     if (
         options.profile is not None
         or options.sets
@@ -233,10 +225,10 @@ def _loaded(grid: Grid, base: Path) -> list[Cell]:
 
 
 def slots_of(cells: Sequence[Cell], wanted: int) -> tuple[list[list[str]], list[str]]:
-    """Choose overrides of ports and GPUs for each of at most `wanted` simultaneous stacks.
+    """Choose overrides of ports and GPUs for at most `wanted` simultaneous stacks.
 
     Returns:
-        One list of overrides per slot, and lines about them.
+        Overrides per slot, and lines about them.
 
     Raises:
         UserError: several at once are wanted, but the cells differ in their ports or GPUs.
@@ -264,7 +256,7 @@ def slots_of(cells: Sequence[Cell], wanted: int) -> tuple[list[list[str]], list[
 
 
 def _different(cells: Sequence[Cell]) -> list[Profile]:
-    """Profiles of `cells`, one for each distinct use of ports and GPUs."""
+    """One profile for each distinct use of ports and GPUs."""
 
     def place(profile: Profile) -> str:
         engines = [(engine.gpus, engine.tensor_parallel) for engine in profile.vllm]
@@ -280,7 +272,7 @@ def _different(cells: Sequence[Cell]) -> list[Profile]:
 
 
 class SweepRun(Comparison):
-    """Runs cells in slots: each slot has its own ports and GPUs, and takes the next cell when it is
+    """Runs cells in slots: each has its own ports and GPUs, and takes the next cell when it is
     free."""
 
     def __init__(self, cells: Sequence[Cell], board: Board, slots: list[list[str]]) -> None:
@@ -291,8 +283,8 @@ class SweepRun(Comparison):
         self._planning = asyncio.Lock()
 
     async def _all(self) -> None:
-        """Run all open cells. Runs of a killed sweep may still be live: wait for those first,
-        because they use the same ports and GPUs."""
+        """Run all open cells. Live runs of a killed sweep come first: they use the same ports
+        and GPUs."""
         open_ = [cell for cell in self._cells if cell.code is None]
         live = [cell for cell in open_ if runs.RunEntry(RunDir(cell.root), {}).is_live]
         await asyncio.gather(*map(self._follow, live))
@@ -302,8 +294,7 @@ class SweepRun(Comparison):
         await asyncio.gather(*(self._in_place(sets, queue) for sets in places))
 
     def _places(self, cell: Cell) -> list[list[str]]:
-        """Return the first slot and every other one for which `cell` can be planned; an unusable
-        slot would fail every cell that it takes."""
+        """Slots for which `cell` can be planned; an unusable slot would fail every cell."""
         places = self._slots[:1]
         for sets in self._slots[1:]:
             trial = replace(cell)  # a copy, because planning changes the cell's settings
@@ -342,8 +333,8 @@ def _plan_in(cell: Cell, sets: list[str]) -> bool:
 
 
 def print_results(cells: Sequence[Cell], board: Board, base: Path, *, as_json: bool) -> None:
-    """Print the table of all cells, the spread over seeds and the failed cells; write the page with
-    all curves."""
+    """Print the table, the spread over seeds and the failed cells; write the page with all
+    curves."""
     figures = {cell.label: benchmark_run(cell.root) for cell in cells if cell.progress is not None}
     if as_json:
         rows = [
@@ -367,7 +358,7 @@ def print_results(cells: Sequence[Cell], board: Board, base: Path, *, as_json: b
 
 
 def table(cells: Sequence[Cell], figures: Mapping[str, RunBenchmark]) -> str:
-    """Format a row per cell: its settings, then its results."""
+    """A row per cell: its settings, then its results."""
     keys = list(cells[0].settings)
     rows = [(*keys, "STEPS", "REWARD, FIRST 5", "LAST 5", "HELD OUT", "TOKENS/S", "TOOK", "STATE")]
     for cell in cells:

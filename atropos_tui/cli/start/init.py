@@ -1,9 +1,9 @@
 """`init`: ask a few questions and write a valid profile.
 
-    atropos-tui init                                     # asks, with defaults for this machine
-    atropos-tui init math.toml --yes --env math-zero     # asks nothing
+    atropos-tui init                                  # asks
+    atropos-tui init math.toml --yes --env math-zero  # asks nothing
 
-The profile passes the same checks as any other before it is written. No file is overwritten.
+The profile passes every check before it is written. No file is overwritten.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from atropos_tui.profile.sections import Mode, parse_profile
 from atropos_tui.profile.site import TRAITS
 
 SCHEMA_FILE = "profile.schema.json"
-"""File beside the profile, which refers to it in its first line."""
+"""Named in the profile's first line."""
 SCRIPT = "script"
 """Kind of an environment that is the user's own file or module."""
 TEMPLATES = {"gsm8k": "gsm8k", "arithmetic": "demo", "math-zero": "math-zero", SCRIPT: "gsm8k"}
-"""Shipped profile that serves as the template, by kind of environment."""
+"""Kind of environment -> shipped profile that is the template."""
 TAKEN = ("api", "vllm", "trainer")
-"""Names of the other components, which an environment cannot have."""
+"""Names of other components."""
 GPU_TEMPLATES = {"arithmetic": "arithmetic-gpu"}
-"""Templates for a run with GPUs, where they differ from `TEMPLATES`."""
+"""Templates with GPUs, where they differ."""
 Given = dict[str, Any]
-"""Answers so far, by question."""
+"""Question -> answer so far."""
 WANTED = "wanted_vllm_port"
 """Value of --vllm-port, which the default of --api-port must leave free."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers to all questions; GPUs by index, an empty list means a run on the CPU."""
+    """GPUs by index; an empty list means the CPU."""
 
     name: str
     kind: str
@@ -70,13 +70,11 @@ class Answers:
 
 @dataclass(frozen=True)
 class InitQuestion:
-    """One setting, taken from its flag, from the terminal, or from its default."""
-
     name: str
     text: str
     default: Callable[[Given], str]
     parse: Callable[[str, Given], Any]
-    """Parser of the answer; raises ValueError with a message for an invalid one."""
+    """Raises ValueError for an invalid answer."""
     asked: Callable[[Given], bool] = lambda given: True
 
     @property
@@ -85,8 +83,7 @@ class InitQuestion:
 
 
 def init(options: argparse.Namespace) -> int:
-    """Collect the answers, check the profile, then write it; nothing is written before every check
-    passes."""
+    """Collect the answers and check the profile before anything is written."""
     if options.file is not None:
         _refuse_existing(options.file)
     if options.json and not options.yes:
@@ -144,7 +141,7 @@ def fitted(text: str, file: Path) -> tuple[str, str]:
     """Fit the profile to its environment, its model and this machine.
 
     Returns:
-        The new text, and a note on what was set and why, or why nothing fits.
+        The new text, and what was set and why, or why nothing fits.
     """
     # In this order: the memory depends on the lengths, which depend on the environment's own
     # settings.
@@ -299,8 +296,7 @@ def _vllm_gpus(given: Given) -> str:
 
 
 def _trainer_gpus(given: Given) -> str:
-    """The engine's GPUs in single copy or if there is no other GPU, otherwise the first other
-    one."""
+    """The engine's GPUs in single copy or if there is no other, otherwise the first other one."""
     engine = given["vllm_gpus"]
     others = [gpu for gpu in range(gpu_count()) if gpu not in engine]
     chosen = engine if TRAITS[given["mode"]].shares_memory or not others else others[:1]
@@ -353,7 +349,7 @@ def _refuse_existing(file: Path) -> None:
 
 
 def _write(file: Path, text: str) -> None:
-    """Write the profile, and the schema beside it; leave a schema of another program alone."""
+    """Write the profile and its schema; leave a schema of another program alone."""
     schema = file.parent / SCHEMA_FILE
     try:
         if not schema.exists() or f'"title": "{TITLE}"' in schema.read_text(
@@ -376,13 +372,12 @@ def _write(file: Path, text: str) -> None:
 
 
 def default_model(kind: str) -> str:
-    """Model of the shipped profile for this kind of environment."""
+    """Model of the shipped profile for this kind."""
     return str(tomllib.loads(_template(TEMPLATES[kind]))["model"])
 
 
 def profile_text(answers: Answers, *, file: str) -> str:
-    """Return the text of the profile with the comments of its template; `file` is the path shown in
-    its header."""
+    """Text with the comments of its template; `file` is the path in its header."""
     shipped = TEMPLATES[answers.kind]
     if answers.vllm_gpus:
         shipped = GPU_TEMPLATES.get(answers.kind, shipped)
@@ -412,13 +407,12 @@ def profile_text(answers: Answers, *, file: str) -> str:
 
 
 def _program_name(script: str, module: str) -> str:
-    """Last name of a module or file; empty for a shipped environment."""
+    """Last name of a module or file."""
     return module.rpartition(".")[2] or Path(script.partition(":")[0]).stem
 
 
 def _template(name: str) -> str:
-    """Text of a shipped profile without the comments at its head, which describe that profile
-    only."""
+    """Shipped profile without the comments at its head."""
     text = shipped_profiles()[name].read_text(encoding="utf-8")
     return text[re.search(r"^(?!#)", text, re.MULTILINE).start() :]  # type: ignore[union-attr]
 
@@ -448,9 +442,8 @@ def _placement(answers: Answers) -> Changes:
 
 
 def _adapters(answers: Answers) -> dict[str, Any]:
-    """Trainer settings of a mode with adapters: they need a higher learning rate than the
-    template's full model. Where trainer and engine share one device, they also share the engine's
-    base model."""
+    """Trainer settings of a mode with adapters: a higher learning rate than the full model's,
+    and on one device the engine's base model."""
     if not TRAITS[answers.mode].lora:
         return {}
     rate = 1e-3 if answers.kind == "arithmetic" else 1e-4

@@ -17,15 +17,13 @@ from atropos_tui.profile.sections import Profile, parse_profile
 from atropos_tui.profile.site import training_config
 
 CPU_CACHE = "kv-cache-memory-bytes"
-"""vLLM's flag for the size of the KV cache; on a CPU, vLLM does not derive the size from the
-memory."""
+"""vLLM's flag; on a CPU vLLM does not derive the cache from the memory."""
 MOST_CPU_CACHE = 4 * 2**30
 LEAST_CPU_CACHE = 64 * 2**20
 CACHE_SHARE = 8
-"""Divisor: 1/8 of the machine's memory for the KV cache. Weights, gradients and optimizer need the
-rest."""
+"""Divisor of the machine's memory for the KV cache; weights and optimizer need the rest."""
 FLOAT32 = 4
-"""Bytes of one value in the KV cache on a CPU."""
+"""Bytes of a value in the KV cache on a CPU."""
 
 
 def fit_environment(text: str) -> tuple[str, str]:
@@ -33,7 +31,7 @@ def fit_environment(text: str) -> tuple[str, str]:
     fill.
 
     Returns:
-        The new text, and a note on what changed (empty: nothing).
+        The new text, and what changed.
     """
     profile = _parsed(text)
     (env,) = profile.env
@@ -60,8 +58,7 @@ def fit_environment(text: str) -> tuple[str, str]:
 
 
 def _batch(profile: Profile, size: int) -> int | None:
-    """Return the nearest `trainer.batch_size` that groups of `size` fill; None if the present one
-    does."""
+    """Nearest `trainer.batch_size` that groups of `size` fill; None if the present one does."""
     settings = training_config(planned_site(profile), grouped=False)
     if settings.sequences_per_step % size == 0:
         return None
@@ -72,10 +69,10 @@ def _batch(profile: Profile, size: int) -> int | None:
 
 
 def fit_model(text: str, inventory: Inventory) -> tuple[str, str]:
-    """Limit lengths to the model's maximum, and on a CPU set the size of the KV cache.
+    """Limit lengths to the model's maximum, and on a CPU set the KV cache.
 
     Returns:
-        The new text, and a note on what changed and why (empty: nothing).
+        The new text, and what changed and why.
     """
     profile = _parsed(text)
     model = inventory.models[profile.vllm[0].name]
@@ -102,8 +99,6 @@ def fit_model(text: str, inventory: Inventory) -> tuple[str, str]:
 
 
 def _lengths(profile: Profile, longest: int) -> dict[str, Any]:
-    """Return new values for keys whose lengths exceed `longest` tokens; an answer gets half of the
-    context."""
     engine, wanted = profile.vllm[0], profile.env[0].args.get("env.max_token_length")
     changes: dict[str, Any] = {}
     if (engine.max_model_len or 0) > longest:
@@ -116,8 +111,8 @@ def _lengths(profile: Profile, longest: int) -> dict[str, Any]:
 
 
 def _cpu_cache(profile: Profile, model: Model | None, host: int | None) -> int:
-    """Return the bytes that all sequences of a step need at full length, at most `1 / CACHE_SHARE`
-    of the machine's memory. The minimum is one sequence: vLLM does not start with less."""
+    """Bytes for all sequences of a step, at most 1 / `CACHE_SHARE` of the memory, at least one
+    sequence: vLLM does not start with less."""
     most = min(MOST_CPU_CACHE, (host or MOST_CPU_CACHE * CACHE_SHARE) // CACHE_SHARE)
     if model is None:
         return _whole_mib(most)

@@ -9,18 +9,17 @@ from typing import Any
 from atropos_tui.profile.budget.fit import toml
 
 Changes = dict[str, dict[str, Any]]
-"""New values of keys, by table ("" is the top level); None removes a key."""
+"""Table ("": top level) -> new values; None removes a key."""
 
 
 def with_changes(text: str, changes: Changes) -> str:
-    """Return TOML text with new values in several tables."""
+    """TOML text with new values in several tables."""
     for table, values in changes.items():
         text = with_values(text, table, values)
     return text
 
 
 def by_table(settings: Mapping[str, Any]) -> Changes:
-    """Group settings by the table of their key."""
     changes: Changes = {}
     for key, value in settings.items():
         table, _, name = key.rpartition(".")
@@ -29,7 +28,6 @@ def by_table(settings: Mapping[str, Any]) -> Changes:
 
 
 def with_comment(text: str, table: str, comment: str) -> str:
-    """Return TOML text with a comment line below the header of a table."""
     return re.sub(
         rf"^(\[{re.escape(table)}\].*\n)",
         lambda header: f"{header[1]}# {comment}\n",
@@ -40,8 +38,7 @@ def with_comment(text: str, table: str, comment: str) -> str:
 
 
 def with_values(text: str, table: str, values: dict[str, Any]) -> str:
-    """Return TOML text with new values in one table. An existing key keeps its line and comment; a
-    new key goes to the end of the table."""
+    """An existing key keeps its line and comment; a new key goes to the end of the table."""
     # The top level starts at the first character, a table after its header, a new table at the end
     # of the file.
     header = re.search(rf"^\[{table}\].*\n", text, re.MULTILINE) if table else re.match("", text)
@@ -65,5 +62,4 @@ def with_values(text: str, table: str, values: dict[str, Any]) -> str:
 
 
 def without_table(text: str, name: str) -> str:
-    """Return TOML text without the tables called `name`."""
     return re.sub(rf"^\[+{name}\]+(?:.*\n)+?(?=^\[|\Z)", "", text, flags=re.MULTILINE)

