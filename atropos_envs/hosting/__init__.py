@@ -1,1 +1,1 @@
-"""Hosting of an environment: everything around a BaseEnv that is not the environment itself."""
+"""Everything around a BaseEnv that is not the environment itself."""

@@ -1,8 +1,7 @@
 """Base class of our own environments, and the program around them.
 
-`StackEnv` adds to `hosted.Hosted` an evaluation before the first rollout and after the last,
-accuracies with the weight version behind them, and plain error messages. An environment module ends
-with `run(ItsClass)`; the commands serve, process and evaluate are atroposlib's.
+A module of an environment ends with `run(ItsClass)`; its commands serve, process and evaluate are
+atroposlib's.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from atropos_common.system.files import read_regular, write_private
 from atropos_common.system.run_dir import RunDir
 from atropos_envs import Dismissed, EnvFault
 from atropos_envs.hosting.engine_client import (
+    NO_SERVER,
     EngineClient,
     EngineRefused,
     EngineUnavailable,
@@ -36,36 +36,33 @@ from atropos_envs.hosting.hosted import Hosted
 log = logging.getLogger(__name__)
 
 ONE_OFF_PATIENCE_S = 60.0
-"""Seconds that process and evaluate wait for the inference server."""
+# Seconds that process and evaluate wait for the inference server.
 LEAVE_S = 3.0
-"""Timeout of the last evaluation after SIGTERM, well below the supervisor's grace period."""
+# Seconds of the last evaluation after SIGTERM, well below the supervisor's grace period.
 
 
 class StackEnv(Hosted):
     """Base of our environments.
 
-    A subclass defines `eval_questions`, `grade`, `rollout` (in place of `collect_trajectories`) and
-    BaseEnv's `setup`, which must set `items`.
+    A subclass defines `eval_questions`, `grade`, `rollout`, and a `setup` that sets `items`.
     """
 
     server_cls = EngineClient
     name = "env"
     evaluates_first: ClassVar[bool] = True
-    """Start no rollout before the first evaluation is over, so that it measures the untrained
-    weights."""
+    """Start no rollout before the first evaluation, so that it measures the untrained weights."""
     evaluates_last: ClassVar[bool] = True
     """Evaluate once more on SIGTERM; for evaluations of a few seconds."""
     env_defaults: ClassVar[dict[str, Any]] = {}
-    """Overrides of the defaults of `env_config_cls`."""
+    """Overrides of `env_config_cls`."""
     server_defaults: ClassVar[dict[str, Any]] = {}
-    """Overrides of the defaults of APIServerConfig."""
+    """Overrides of APIServerConfig."""
     items: Iterator[Any]
     """Endless stream of items to roll out."""
 
     @classmethod
     def config_init(cls) -> tuple[Any, list[Any]]:
-        """Return the default configurations: a policy lag of one, no wandb, a list of one
-        server."""
+        """Return the configuration and a list of one server."""
         fields: dict[str, Any] = {
             "wandb_name": cls.name,
             "use_wandb": False,
@@ -97,24 +94,24 @@ class StackEnv(Hosted):
         self._evaluating = asyncio.Lock()
         run = RunDir.from_env()
         # Outside of a run nothing is saved: every start begins with the first item.
-        self._position_file = (
-            run.bridge / f"env.{self.component}.items" if run is not None else None
-        )
+        self._position_file = run.bridge / f"env.{self.component}.items" if run else None
         self._taken: int | None = None
 
     # To be defined by a subclass
 
     def eval_questions(self) -> dict[str, Sequence[Any]]:
-        """Return the questions of each split to evaluate."""
+        """Return the questions of each split."""
         raise NotImplementedError
 
     async def grade(self, question: Any, *, wait: bool) -> Graded:
-        """Answer one question greedily; with `wait=False` raise EngineUnavailable at once if no
-        engine answers."""
+        """Answer one question greedily.
+
+        With `wait=False` raise EngineUnavailable at once if no engine answers.
+        """
         raise NotImplementedError
 
     async def rollout(self, item: Any) -> dict[str, Any]:
-        """Return one scored group (a ScoredDataGroup). Flat groups are counted and replaced."""
+        """Return one scored group (a ScoredDataGroup)."""
         raise NotImplementedError
 
     # For use by a subclass
@@ -124,24 +121,20 @@ class StackEnv(Hosted):
         return next(self.items)
 
     async def greedy(self, prompt_ids: list[int], *, wait: bool, **sampling: Any) -> Generation:
-        """Return the greedy completion."""
         return await self.server.servers[0].generate(
             prompt_ids, wait=wait, temperature=0.0, **sampling
         )
 
     def require_chat_template(self) -> None:
-        """Raise EnvFault if the model has no chat template."""
         if not self.tokenizer.chat_template:
-            raise EnvFault(
-                f"{self.config.tokenizer_name} has no chat template; use an "
-                f"instruction-tuned model",
-                exit_code=2,
-            )
+            model = self.config.tokenizer_name
+            fault = f"{model} has no chat template; use an instruction-tuned model"
+            raise EnvFault(fault, exit_code=2)
 
     def scored_group(
         self, nodes: Sequence[Any], scores: list[float], sampling: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the group in run-api's form, from the sequences that ManagedServer recorded."""
+        """Return the group in run-api's form, from ManagedServer's sequences."""
         return {
             "tokens": [node.tokens for node in nodes],
             "masks": [node.masked_tokens for node in nodes],
@@ -166,9 +159,8 @@ class StackEnv(Hosted):
         try:
             await work
         except (EngineUnavailable, EngineRefused) as error:
-            raise EnvFault(
-                f"{error}. Start the inference server or check --openai.base_url"
-            ) from None
+            fix = "Start the inference server or check --openai.base_url"
+            raise EnvFault(f"{error}. {fix}") from None
         finally:
             await self._close_servers()
 
@@ -179,7 +171,7 @@ class StackEnv(Hosted):
         return await self.rollout(item), []
 
     async def env_step_checks(self) -> None:
-        """Evaluate at BaseEnv's intervals, and once more after the trainer's last batch."""
+        """Evaluate at BaseEnv's intervals, and after the trainer's last batch."""
         before, now = self.curr_step, self.status_dict["current_step"]
         await super().env_step_checks()
         if now != before:
@@ -189,7 +181,7 @@ class StackEnv(Hosted):
             self._evaluate_soon()
 
     async def get_server_info(self) -> None:
-        """Register; then start the first evaluation, while BaseEnv waits five seconds."""
+        """Register, then start the first evaluation."""
         await super().get_server_info()
         self._skip_done()
         if self._evaluates:
@@ -201,20 +193,16 @@ class StackEnv(Hosted):
         """Skip the items that earlier attempts of this run rolled out."""
         self._taken = 0
         with suppress(OSError, ValueError):
-            self._taken = (
-                int(read_regular(self._position_file)) if self._position_file is not None else 0
-            )
+            self._taken = int(read_regular(self._position_file)) if self._position_file else 0
         next(islice(self.items, self._taken, self._taken), None)
 
     def _save_position(self) -> None:
-        """Save the position for the next attempt: items taken, minus those in flight and in the
-        backlog, which are lost with this process."""
+        # Items in flight and in the backlog are lost with this process, so the next attempt repeats
+        # them.
         if self._position_file is not None and self._taken is not None:
+            done = max(0, self._taken - len(self.workers) - len(self.backlog))
             with suppress(OSError):  # a full disk costs the position, not the environment
-                write_private(
-                    self._position_file,
-                    str(max(0, self._taken - len(self.workers) - len(self.backlog))),
-                )
+                write_private(self._position_file, str(done))
 
     # Evaluation
 
@@ -229,7 +217,7 @@ class StackEnv(Hosted):
             self._may_roll.set()
 
     async def _evaluation(self, *args: Any, wait: bool = True, **kwargs: Any) -> None:
-        """Answer every split's questions greedily and append one record for each split."""
+        """Append one record for each split."""
         async with self._evaluating:
             # Before the questions, so that a batch drained meanwhile does not shift the record.
             step = await self._registration.current_step() if self._serving else None
@@ -244,24 +232,14 @@ class StackEnv(Hosted):
                     # A server that is away is a line in the log, not a failed evaluation.
                     log.warning("no evaluation of %s: %s", split, error)
                     return
-                record = self.eval_log.append(split, graded, step)
+                done = self.eval_log.append(split, graded, step)
                 if wandb.run is not None:
-                    wandb.log(
-                        {f"{self.wandb_prepend}_eval/{split}": record.accuracy}, step=self.curr_step
-                    )
-                version = (
-                    ""
-                    if record.weight_version is None
-                    else f" at weight version {record.weight_version}"
-                )
-                log.info(
-                    "%s: %d of %d right (%.2f)%s",
-                    split,
-                    record.correct,
-                    record.questions,
-                    record.accuracy,
-                    version,
-                )
+                    name = f"{self.wandb_prepend}_eval/{split}"
+                    wandb.log({name: done.accuracy}, step=self.curr_step)
+                right = f"{done.correct} of {done.questions} right ({done.accuracy:.2f})"
+                version = done.weight_version
+                at = "" if version is None else f" at weight version {version}"
+                log.info("%s: %s%s", split, right, at)
 
     async def _grade_all(self, questions: Sequence[Any], wait: bool) -> list[Graded]:
         # The engine serves rollouts at the same time; a whole test split at once would fill its
@@ -293,55 +271,41 @@ def _check_servers(server_configs: Any) -> None:
     configs = server_configs if isinstance(server_configs, list) else [server_configs]
     for config in configs:
         if config.server_type != "vllm":
-            raise EnvFault(
-                f"server_type={config.server_type} returns no logprobs to train on; use "
-                f"--openai.server_type vllm",
-                exit_code=2,
-            )
+            fault = f"server_type={config.server_type} returns no logprobs to train on"
+            raise EnvFault(f"{fault}; use --openai.server_type vllm", exit_code=2)
         if not getattr(config, "base_url", ""):
-            raise EnvFault(
-                "no inference server is given; pass --openai.base_url http://127.0.0.1:PORT/v1",
-                exit_code=2,
-            )
+            raise EnvFault(NO_SERVER, exit_code=2)
 
 
 def configure_logging() -> None:
-    """Log one line per event, and only warnings of libraries. BaseEnv logs its state ten times a
-    second at INFO, and at DEBUG once a root logger call has installed a handler."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
-    for name in (
-        "atroposlib",
-        "atroposlib.envs.base",
-        "httpx",
-        "httpx2",
-        "openai",
-        "datasets",
-        "urllib3",
-    ):
+    """Log one line per event, and only warnings of libraries."""
+    layout = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=layout, force=True)
+    # BaseEnv logs its state ten times a second at INFO. It sets its own level once a call of the
+    # root logger has installed a handler, so its module is named too.
+    libraries = "atroposlib", "atroposlib.envs.base", "httpx", "httpx2", "openai", "datasets"
+    for name in (*libraries, "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def one_off_defaults(arguments: Sequence[str]) -> list[str]:
-    """Add defaults to the commands process and evaluate: no wandb, and ten groups for process.
-    atroposlib would enable wandb, and process would run for total_steps."""
+    """Add defaults to the commands process and evaluate: no wandb, and ten groups for process."""
+    added = list(arguments)
     command = arguments[0] if arguments else ""
-    if command not in ("process", "evaluate"):
-        return list(arguments)
-    defaults = {"--env.use_wandb": "false"} | (
-        {"--env.total_steps": "10"} if command == "process" else {}
-    )
     given = {argument.split("=")[0] for argument in arguments}
-    added = [
-        word for flag, value in defaults.items() if flag not in given for word in (flag, value)
-    ]
-    return [*arguments, *added]
+    # atroposlib would enable wandb, and process would run for all `total_steps`.
+    if command in ("process", "evaluate") and "--env.use_wandb" not in given:
+        added += ["--env.use_wandb", "false"]
+    if command == "process" and "--env.total_steps" not in given:
+        added += ["--env.total_steps", "10"]
+    return added
 
 
 def run(env_class: type[StackEnv]) -> NoReturn:
-    """Run atroposlib's command line for `env_class`. Exit status: 0; 1 a part is gone; 2 a mistake;
-    143 SIGTERM."""
+    """Run atroposlib's command line for `env_class`.
+
+    Exit status: 0; 1 a part is gone; 2 a mistake; 143 SIGTERM.
+    """
     configure_logging()
     sys.argv[1:] = one_off_defaults(sys.argv[1:])
     leave(exit_code_of(env_class.cli))
@@ -368,8 +332,7 @@ def exit_code_of(work: Callable[[], None], *, causes: bool = False) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit at once: an orderly shutdown of torch, which transformers imports, takes seconds on a
-    busy machine."""
+    """Exit without the shutdown of torch, which takes seconds on a busy machine."""
     if wandb.run is not None:
         wandb.finish()
     logging.shutdown()

@@ -1,14 +1,7 @@
 """Client of the inference servers: kept connections, retries while a server is away, weight
 versions.
 
-atroposlib's `VLLMServer` opens a connection for every request, gives up after three tries, and
-drops everything in an answer but tokens and logprobs. This client keeps atroposlib's interface, so
-`ManagedServer` works on it unchanged.
-
-atroposlib treats several servers with the same weights as one. Its `ServerManager` binds a group to
-the server with the freest semaphore at the group's start, so groups that start together all go to
-one server. Here a group goes to the server with the fewest completions in flight, and stays there
-(for its prefix cache) until that server is away.
+It keeps the interface of atroposlib's `VLLMServer`, so `ManagedServer` works on it unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +14,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -37,19 +30,25 @@ from atropos_common.system.run_dir import ENV_ENGINE_URLS
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
-"""Seconds between two tries while the server is away, held or starting."""
+# Seconds between two tries while the server is away, held or starting.
+HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=2)
+NO_SERVER = "no inference server is given; pass --openai.base_url http://127.0.0.1:PORT/v1"
+# Errors of a client whose server is unreachable.
+AWAY = (
+    openai.APIConnectionError,
+    aiohttp.ClientConnectionError,
+    httpx.TransportError,
+    OSError,
+    TimeoutError,
+)
 # Statuses that mean a wrong server or key. Other 4xx answers concern one request.
-_FATAL = {
-    401: "refuses this client",
-    403: "refuses this client",
-    404: "has no such route",
-    405: "has no such route",
-}
+_FATAL = dict.fromkeys((401, 403), "refuses this client")
+_FATAL |= dict.fromkeys((404, 405), "has no such route")
 
 
 class EngineUnavailable(RuntimeError):
-    """The server is down, starting, or held until its first weights, for longer than the caller
-    waits."""
+    """The server is down, starting, or held until its first weights, and the caller waits no
+    longer."""
 
 
 class EngineRefused(ValueError):
@@ -58,20 +57,19 @@ class EngineRefused(ValueError):
     def __init__(self, message: str, *, fatal: bool) -> None:
         super().__init__(message)
         self.fatal = fatal
-        """The server refuses every request: it is the wrong server, or the key is wrong."""
+        """The server refuses every request: wrong server or key."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """N completions of one prompt. `token_ids` and `logprobs` are N lists of equal lengths, end
-    token included."""
+    """N completions of one prompt, with lists of equal lengths, end token included."""
 
     prompt_ids: list[int]
     token_ids: list[list[int]]
     logprobs: list[list[float]]
     finish_reasons: list[str]
     weight_versions: list[tuple[int, int] | None]
-    """Oldest and newest weight version of each completion; None if the server reports none."""
+    """Oldest and newest of each completion; None if the server reports none."""
 
     @property
     def oldest_version(self) -> int | None:
@@ -93,27 +91,23 @@ def parse_generation(prompt_ids: Sequence[int], answer: dict[str, Any]) -> Gener
         ]
         reasons = [str(reason) for reason in answer["finish_reasons"]]
     except (KeyError, TypeError, IndexError, StopIteration, AttributeError):
-        raise EngineRefused(
-            "the server's /generate returns no logprobs; start it with `python -m vllm_server`",
-            fatal=True,
-        ) from None
+        fault = "the server's /generate returns no logprobs; start it with `python -m vllm_server`"
+        raise EngineRefused(fault, fatal=True) from None
     versions = answer.get("weight_versions") or [None] * len(chosen)
     return Generation(
         prompt_ids=list(prompt_ids),
         token_ids=[[int(token) for token, _ in sequence] for sequence in chosen],
         logprobs=[[float(logprob) for _, logprob in sequence] for sequence in chosen],
         finish_reasons=reasons,
-        weight_versions=[_version_span(pair) for pair in versions],
+        # A server whose weights have no version yet answers None, or a pair with None.
+        weight_versions=[
+            (int(pair[0]), int(pair[1])) if pair and None not in pair else None for pair in versions
+        ],
     )
 
 
-def _version_span(pair: Any) -> tuple[int, int] | None:
-    """Return both versions; None until the server's weights have one."""
-    return (int(pair[0]), int(pair[1])) if pair and None not in pair else None
-
-
 def addresses(base_url: str) -> list[str]:
-    """Return the addresses of all servers that the plan puts behind `base_url`, itself included."""
+    """Return the addresses of the plan's servers behind `base_url`, itself included."""
     known = os.environ.get(ENV_ENGINE_URLS, "").split()
     return known if base_url.rstrip("/") in known else [base_url.rstrip("/")]
 
@@ -129,11 +123,10 @@ class Server:
         """Requests since the start."""
         self.tried_at = 0.0
         self.lost_at: float | None = None
-        """Start of its absence (monotonic seconds); None while it answers."""
+        """Start of its absence in monotonic seconds; None while it answers."""
 
     @contextmanager
     def busy(self, completions: int) -> Iterator[None]:
-        """Count a request of `completions` completions while it runs."""
         self.asked += 1
         self.tried_at = time.monotonic()
         self.under_way += completions
@@ -144,7 +137,7 @@ class Server:
 
 
 _chosen: ContextVar[dict[Any, Server] | None] = ContextVar("chosen", default=None)
-"""Client -> server of the present group."""
+# Client -> server of the present group.
 
 
 def begin_group() -> None:
@@ -153,12 +146,13 @@ def begin_group() -> None:
 
 
 class EngineClient(VLLMServer):  # type: ignore[misc]
-    """Client of one inference server, or of several alike. `server_healthy` is True while any
-    answers."""
+    """Client of one inference server, or of several alike.
+
+    `server_healthy` is True while any answers.
+    """
 
     patience_s: float = math.inf
-    """Seconds that a request waits for a server that is away; a serving environment waits without
-    limit."""
+    """Seconds that a request waits for a server that is away."""
 
     def __init__(self, config: Any, reasoning_config: Any = None) -> None:
         urls = addresses(str(config.base_url))
@@ -172,13 +166,13 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         # Tokens of prompt and completion together; fetched with the first request.
         self._context: int | None = None
         self.adjusted: Counter[str] = Counter()
-        """Requests from which the server removed sampling options, by option."""
+        """Requests from which the server removed a sampling option, by option."""
         self._warned_context = False
         # One connection pool for all servers; the hook reads our headers, which the openai client
         # drops.
         http = openai.DefaultAsyncHttpxClient(event_hooks={"response": [self._on_response]})
+        # atroposlib's client of vLLM's own routes, for each server.
         self._v1_clients: dict[Server, EngineClient] = {}
-        """atroposlib's client of vLLM's own routes, for each server."""
         for url in urls:
             view = copy.copy(self)
             # The openai client's own retries would all go to one server.
@@ -189,18 +183,18 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
             self._v1_clients[Server(url)] = view
         self._servers = list(self._v1_clients)
 
+    # atroposlib's `ServerManager` chooses at a group's start, when all servers look free, so groups
+    # that start together all go to one. A group stays with its server for the prefix cache.
     def _choose(self) -> Server:
         """Return the group's server, else the one with the fewest completions in flight.
 
-        An absent server is tried again every `RETRY_S` by one request. If all are absent, return
-        the one whose last try is the oldest.
+        If all are absent, return the one whose last try is the oldest.
         """
         now, group = time.monotonic(), _chosen.get()
         present = [
             server
             for server in self._servers
-            # An absent server gets one request at a time, so that a group does not hang on it with
-            # all its requests.
+            # An absent server gets one request every `RETRY_S`: a group must not hang on it whole.
             if server.lost_at is None or (not server.under_way and now - server.tried_at >= RETRY_S)
         ]
         own = group.get(self) if group is not None else None
@@ -227,12 +221,10 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
 
     @property
     def _away(self) -> str:
-        """Names of the servers (without `/v1`) if none answers, else an empty string."""
-        return (
-            ""
-            if any(s.lost_at is None for s in self._servers)
-            else " and ".join(s.root for s in self._servers)
-        )
+        """Names of the servers if none answers, else an empty string."""
+        if any(server.lost_at is None for server in self._servers):
+            return ""
+        return " and ".join(server.root for server in self._servers)
 
     async def generate(
         self, prompt_ids: Sequence[int], *, wait: bool = True, **sampling: Any
@@ -248,8 +240,7 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
     async def tokens_and_logprobs_completion(
         self, **request: Any
     ) -> tuple[list[int], list[list[int]], list[list[float]], list[str]]:
-        """Return prompt ids, and token ids, logprobs and finish reasons of each completion
-        (atroposlib's interface)."""
+        """Return prompt ids, then ids, logprobs and finish reason of each completion."""
         split = request.pop("split", "train")
         wait = request.pop("wait", True)
         # Fields of atroposlib that `/generate` does not know.
@@ -257,9 +248,11 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
             request.pop(unused, None)
         prompt = request.pop("prompt", None)
         ids = request.pop("input_ids", None)
-        prompt_ids = self._single_bos(
-            list(ids) if ids is not None else self.tokenizer.encode(prompt)
-        )
+        prompt_ids = list(ids) if ids is not None else self.tokenizer.encode(prompt)
+        # The chat template and the tokenizer may both add the first token.
+        bos = self.tokenizer.bos_token_id
+        if bos is not None and prompt_ids[:2] == [bos, bos]:
+            del prompt_ids[0]
         for name in ("max_new_tokens", "max_completion_tokens"):
             if name in request:
                 request["max_tokens"] = request.pop(name)
@@ -271,37 +264,33 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         return done.prompt_ids, done.token_ids, done.logprobs, done.finish_reasons
 
     async def chat_completion(self, **request: Any) -> Any:
-        """Return an answer of `/v1/chat/completions` (atroposlib's interface)."""
-        split = request.pop("split", "train")
+        """Return an answer of `/v1/chat/completions`."""
         request = self._inject_reasoning_kwargs(request)
         messages = request.get("messages")
         return await self._call_v1(
-            "_chat_completion_wrapper", request, split, lambda: self._chat_length(messages)
+            "_chat_completion_wrapper", request, lambda: self._chat_length(messages)
         )
 
     async def completion(self, **request: Any) -> Any:
-        """Return an answer of `/v1/completions` (atroposlib's interface)."""
-        split = request.pop("split", "train")
+        """Return an answer of `/v1/completions`."""
         prompt = request.get("prompt")
-        return await self._call_v1(
-            "_completion_wrapper",
-            request,
-            split,
-            lambda: (
-                len(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else len(prompt or [])
-            ),
-        )
+
+        def length() -> int:
+            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            return len(ids or [])
+
+        return await self._call_v1("_completion_wrapper", request, length)
 
     async def _call_v1(
-        self, call: str, request: dict[str, Any], split: str, prompt_length: Callable[[], int]
+        self, method: str, request: dict[str, Any], prompt_length: Callable[[], int]
     ) -> Any:
-        """Call one of vLLM's own routes by atroposlib's method `call`; errors as in `_request`."""
+        split = request.pop("split", "train")
         request["model"] = self.config.model_name
         request["extra_headers"] = {**(request.get("extra_headers") or {}), SPLIT_HEADER: split}
 
         async def ask(server: Server, fitted: dict[str, Any]) -> Any:
             try:
-                return await getattr(self._v1_clients[server], call)(**fitted)
+                return await getattr(self._v1_clients[server], method)(**fitted)
             except openai.APIStatusError as error:
                 # 5xx: the server is starting or held, so `_request` tries again.
                 if isinstance(error, openai.InternalServerError):
@@ -331,12 +320,10 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         *,
         wait: bool = True,
     ) -> Any:
-        """Return the result of `ask` for `request`, shortened to the server's context; retry while
-        no server answers.
+        """Return the result of `ask` for `request`; retry while no server answers.
 
         Raises:
-            EngineUnavailable: no server answered within `patience_s`, or the first try with
-                `wait=False`.
+            EngineUnavailable: no answer within `patience_s`; with `wait=False`, at the first try.
             EngineRefused: the request is wrong, or the server is not a vLLM server.
         """
         # `patience_s` limits the whole request, retries on other servers included.
@@ -347,29 +334,20 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
             try:
                 with server.busy(int(request.get("n") or 1)):
                     for name in ("max_tokens", "max_completion_tokens"):
-                        if request.get(name) is not None:
-                            request[name] = await self._fit_context(
-                                server, request[name], prompt_length
-                            )
+                        if wanted := request.get(name):
+                            request[name] = await self._fit_context(server, wanted, prompt_length)
                     answer = await ask(server, request)
-            except (
-                openai.APIConnectionError,
-                openai.InternalServerError,
-                aiohttp.ClientError,
-                OSError,
-            ) as error:
-                await self._lost(
-                    server, error, may_wait=wait and time.monotonic() - started <= self.patience_s
-                )
+            except (*AWAY, openai.InternalServerError, aiohttp.ClientError) as error:
+                may_wait = wait and time.monotonic() - started <= self.patience_s
+                await self._lost(server, error, may_wait=may_wait)
             else:
                 self._note_found(server)
                 return answer
 
+    # Environments are often written for models with a longer context.
     async def _fit_context(
         self, server: Server, max_tokens: int, prompt_length: Callable[[], int]
     ) -> int:
-        """Return `max_tokens`, reduced to the server's context; environments are written for models
-        with longer ones."""
         if self._context is None:
             self._context = await self._served_context(server)
         left = self._context - prompt_length()
@@ -378,19 +356,16 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         if not self._warned_context:
             self._warned_context = True
             log.warning(
-                "a request asks for %d tokens beyond its prompt, but the server's context is "
-                "%d in all: completions "
-                "are cut shorter; raise vllm.max_model_len",
+                "a request asks for %d tokens beyond its prompt, but the server's context is %d in "
+                "all: completions are cut shorter; raise vllm.max_model_len",
                 max_tokens,
                 self._context,
             )
         return left
 
     async def _served_context(self, server: Server) -> int:
-        """Return the limit for prompt and completion together; without an answer practically
-        unlimited."""
         async with self._http().get(f"{server.root}/v1/models") as response:
-            # A server without this route or without access to it.
+            # Without this route, or access to it, no limit is known.
             if 400 <= response.status < 500:
                 return 2**31
             response.raise_for_status()
@@ -398,12 +373,9 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         return int(models[0].get("max_model_len") or 2**31)
 
     def _chat_length(self, messages: Any) -> int:
+        options = {"add_generation_prompt": True, "return_dict": False}
         try:
-            return len(
-                self.tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, return_dict=False
-                )
-            )
+            return len(self.tokenizer.apply_chat_template(messages, **options))
         except Exception:  # no template, or parts that are not text: the server judges
             return 0
 
@@ -413,19 +385,13 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
             await self._session.close()
             self._session = None
 
-    def _single_bos(self, ids: list[int]) -> list[int]:
-        """Remove a doubled first token, which the chat template and the tokenizer both add."""
-        bos = self.tokenizer.bos_token_id
-        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
-
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
+            key = self.config.api_key
             self._session = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=self.config.timeout, sock_connect=5),
                 connector=aiohttp.TCPConnector(limit=0),
-                headers={"Authorization": f"Bearer {self.config.api_key}"}
-                if self.config.api_key
-                else {},
+                headers={"Authorization": f"Bearer {key}"} if key else {},
             )
         return self._session
 
@@ -456,8 +422,7 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         return EngineRefused(f"{server.root}/generate: {response.status}: {text}", fatal=False)
 
     async def _lost(self, server: Server, error: BaseException, *, may_wait: bool) -> None:
-        """Mark the server as absent; return when another try makes sense: at once if another server
-        answers.
+        """Mark the server as absent, and return when another try makes sense.
 
         Raises:
             EngineUnavailable: none answers, and `may_wait` is False.
@@ -465,9 +430,8 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         if server.lost_at is None:
             server.lost_at = time.monotonic()
             others = "" if len(self._servers) == 1 or self._away else "; the others go on"
-            log.warning(
-                "waiting for the inference server at %s (%s)%s", server.root, _name(error), others
-            )
+            why = f"{server.root} ({_name(error)})"
+            log.warning("waiting for the inference server at %s%s", why, others)
         self.server_healthy = not self._away
         if self._away and not may_wait:
             raise EngineUnavailable(f"{self._away} does not answer ({_name(error)})") from None
@@ -476,11 +440,8 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
     def _note_found(self, server: Server) -> None:
         self.server_healthy = True
         if server.lost_at is not None:
-            log.info(
-                "inference server at %s answers after %.1f s",
-                server.root,
-                time.monotonic() - server.lost_at,
-            )
+            away_s = time.monotonic() - server.lost_at
+            log.info("inference server at %s answers after %.1f s", server.root, away_s)
             server.lost_at = None
 
 
@@ -490,3 +451,57 @@ def _name(error: BaseException) -> str:
     if isinstance(error, openai.APIStatusError):
         return f"status {error.status_code}"
     return "time-out" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+
+
+# An environment's own clients do not wait for an engine, so its groups are held back.
+class EngineGate:
+    """Gate that is open while an engine answers `/health`; always open without engines."""
+
+    def __init__(self, urls: Sequence[str], http: Callable[[], aiohttp.ClientSession]) -> None:
+        self._roots = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        self._http = http
+        self._closed = asyncio.Event()
+        # Closed at first: the environment may start before its engine.
+        if self._roots:
+            self._closed.set()
+
+    @property
+    def open(self) -> bool:
+        return not self._closed.is_set()
+
+    async def watch(self) -> None:
+        """Open the gate when an engine answers again; run until cancelled."""
+        while True:
+            await self._closed.wait()
+            began = time.monotonic()
+            if not await self._answers():
+                log.info("no engine answers at %s; new groups wait", " or ".join(self._roots))
+                while not await self._answers():
+                    await asyncio.sleep(RETRY_S)
+                log.info("an engine answers after %.1f s", time.monotonic() - began)
+            self._closed.clear()
+
+    async def explains(self, error: BaseException) -> bool:
+        """Return True if a rollout failed because no engine answers, and close the gate then."""
+        away = bool(self._roots) and any(isinstance(cause, AWAY) for cause in _causes(error))
+        # One request decides: a judge or a search tool that is away raises the same errors.
+        if away := away and not await self._answers():
+            self._closed.set()
+        return away
+
+    async def _answers(self) -> bool:
+        for root in self._roots:
+            with suppress(aiohttp.ClientError, OSError, TimeoutError):
+                async with self._http().get(f"{root}/health", timeout=HEALTH_TIMEOUT) as response:
+                    # A 401 or 404 also shows that a server is there.
+                    if response.status < 500:
+                        return True
+        return False
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        last = getattr(error, "last_attempt", None)
+        # tenacity's RetryError hides the real error in its last attempt, not in `__cause__`.
+        error = last.exception() if last is not None else error.__cause__ or error.__context__

@@ -1,5 +1,4 @@
-"""An environment's own stream, `RUN/eval.NAME.jsonl`: accuracies, metrics, and counts of its
-groups."""
+"""An environment's own stream, `RUN/eval.NAME.jsonl`: accuracies, metrics, counts of its groups."""
 
 from __future__ import annotations
 
@@ -26,22 +25,20 @@ log = logging.getLogger(__name__)
 
 RecordT = TypeVar("RecordT", bound=Record)
 _SHARE = re.compile(r"correct|accuracy|(^|[_/])acc([_/]|$)|pass@|success|solve", re.IGNORECASE)
-"""Names under which environments log the share of right answers."""
+# Names under which environments log the share of right answers.
 
 
 # Characters; reasons are keys of a record and columns of the screen.
 LONGEST_REASON = 160
 MANY_IN_VAIN = 32
-"""Groups in a row that fail or are left out before other environments get our share."""
+# Groups in a row that fail or are left out before other environments get our share.
 
 
 @dataclass(frozen=True)
 class Graded:
-    """Result of one question."""
-
     correct: bool
     weight_version: int | None = None
-    """Oldest weight version behind the answer; None if the server reports none."""
+    """Oldest weight version behind the answer; None if unknown."""
 
 
 def component_name(default: str) -> str:
@@ -50,7 +47,7 @@ def component_name(default: str) -> str:
 
 
 def eval_path(name: str, folder: str | None) -> Path | None:
-    """Return the file for accuracies: in the run directory, else in `folder`, else None."""
+    """Return the file for accuracies: in the run directory, else in `folder`."""
     run = RunDir.from_env()
     if run is not None:
         return run.eval_jsonl(name)
@@ -61,7 +58,7 @@ class EvalLog:
     """Writer of the stream; after a restart `seq` continues behind the last whole line."""
 
     def __init__(self, path: Path | None, env: str) -> None:
-        """Open `path` and cut off a torn last line; with None, records are made but not written."""
+        """Open `path`, without its torn last line; with None, write nothing."""
         self._path = path
         self._env = env
         self._run_id = os.environ.get(ENV_RUN_ID, "")
@@ -91,13 +88,11 @@ class EvalLog:
         return self._write(record)
 
     def measured(self, metrics: Mapping[str, Any], policy_step: int | None) -> None:
-        """Write the numbers of `metrics`, which an environment logs for wandb; shares of right
-        answers in `eval/` also become accuracies."""
+        """Write the numbers of `metrics`; shares of right answers in `eval/` are accuracies too."""
         # Environments also log tables and strings for wandb.
+        kinds = int, float, np.number
         numbers = {
-            name: float(value)
-            for name, value in metrics.items()
-            if isinstance(value, (int, float, np.number))
+            name: float(value) for name, value in metrics.items() if isinstance(value, kinds)
         }
         for name, value in numbers.items():
             kind, _, split = name.partition("/")
@@ -116,8 +111,7 @@ class EvalLog:
         step: int | None,
         bounds: Mapping[str, float] | None = None,
     ) -> None:
-        """Write the counts of groups and requests since the start; `bounds`: workers and queue
-        slots."""
+        """Write the counts since the start; `bounds`: workers and queue slots."""
         self._write(
             EnvCountsRecord(
                 env=self._env,
@@ -134,10 +128,8 @@ class EvalLog:
         )
 
     def _write(self, record: RecordT) -> RecordT:
-        """Stamp and append a record; return it."""
-        stamped = record.model_copy(
-            update={"run_id": self._run_id, "time": time.time(), "seq": self._next}
-        )
+        stamp = {"run_id": self._run_id, "time": time.time(), "seq": self._next}
+        stamped = record.model_copy(update=stamp)
         if self._path is not None:
             # Opened for each record, since minutes may pass between two.
             with self._path.open("a") as file:
@@ -153,17 +145,15 @@ class Tally:
         self.sent = 0
         """Groups that run-api accepted."""
         self.left_out: Counter[str] = Counter()
-        """Groups that did not reach run-api, by reason
-        (`atropos_common/protocol/group_reasons.py`)."""
+        """Groups that did not reach run-api, by reason (`group_reasons.py`)."""
         self.examples: dict[str, str] = {}
-        """Newest detail of each reason: the field that run-api refused, the type that JSON cannot
-        hold."""
+        """Newest detail of each reason."""
         self.failures: Counter[str] = Counter()
         """Groups whose rollout failed, by reason."""
         self.evaluation_failures: Counter[str] = Counter()
         """Evaluations that failed since the last success, by reason."""
         self.urgent = False
-        """A reason came up for the first time: write the counts at once."""
+        """A reason is new: write the counts at once."""
         self._scores: list[float] = []
         self._barren_since = 0
         """Value of `_in_vain` when run-api last accepted a group."""
@@ -183,7 +173,7 @@ class Tally:
             self._raised("an evaluation failed", error, self.evaluation_failures)
 
     def group(self, group: Any, config: Any, max_token_len: int) -> str | None:
-        """Count a converted group; return the reason for which it is not sent, None if it is."""
+        """Count a converted group; return the reason for which it is not sent."""
         reason = why_left_out(group, config, max_token_len)
         if reason is None:
             # For the mean of the next progress line.
@@ -196,7 +186,7 @@ class Tally:
         """Count a group that does not reach run-api.
 
         Args:
-            reason: one of `atropos_common/protocol/group_reasons.py`.
+            reason: one of `group_reasons.py`.
             words: detail of this group; logged once for each `kind`.
             kind: subject of `words`.
         """
@@ -207,9 +197,8 @@ class Tally:
         if (reason, kind or words) not in self._kinds:
             self._kinds.add((reason, kind or words))
             self.urgent = True
-            log.warning(
-                "a group is left out (%s): %s. Later ones are only counted", in_words(reason), words
-            )
+            known = in_words(reason)
+            log.warning("a group is left out (%s): %s. Later ones are only counted", known, words)
 
     def accepted(self) -> None:
         self.sent += 1
@@ -217,7 +206,7 @@ class Tally:
 
     @property
     def barren(self) -> bool:
-        """True if none of the newest `MANY_IN_VAIN` groups could be sent."""
+        """None of the newest `MANY_IN_VAIN` groups could be sent."""
         return self._in_vain - self._barren_since >= MANY_IN_VAIN
 
     @property
@@ -234,21 +223,15 @@ class Tally:
         # The line reports the present counts, so nothing is urgent any more.
         self._reported, self.urgent = self._totals, False
         parts = [f"{self.sent} groups sent"]
-        if self._scores:
-            parts.append(
-                f"mean score {sum(self._scores) / len(self._scores):.3f} over the last "
-                f"{len(self._scores)}"
-            )
+        if count := len(self._scores):
+            parts.append(f"mean score {sum(self._scores) / count:.3f} over the last {count}")
             self._scores = []
-        parts += [
-            f"{count} left out ({in_words(reason)})"
-            for reason, count in self.left_out.most_common()
-        ]
-        parts += [f"{count} failed ({reason})" for reason, count in self.failures.most_common(3)]
-        parts += [
-            f"{count} evaluations failed ({reason})"
-            for reason, count in self.evaluation_failures.most_common(1)
-        ]
+        for reason, count in self.left_out.most_common():
+            parts.append(f"{count} left out ({in_words(reason)})")
+        for reason, count in self.failures.most_common(3):
+            parts.append(f"{count} failed ({reason})")
+        for reason, count in self.evaluation_failures.most_common(1):
+            parts.append(f"{count} evaluations failed ({reason})")
         return ", ".join(parts)
 
     @property
@@ -266,7 +249,7 @@ class Tally:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the error in one line; for tenacity's retries the error of the last attempt."""
+    """Return the error in one line; for tenacity's retries the last attempt's."""
     # Retries may be nested: an environment's own around atroposlib's.
     while hasattr(error, "last_attempt") and error.last_attempt.exception() is not None:
         error = error.last_attempt.exception()
@@ -274,9 +257,7 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:LONGEST_REASON] if text else type(error).__name__
 
 
+# The server refused the request, so a traceback would show nothing useful.
 def _is_answer(error: BaseException) -> bool:
-    """Return True if the server refused the request: a traceback would show nothing useful."""
-    return isinstance(error, APIStatusError) or type(error).__name__ in (
-        "EngineRefused",
-        "EngineUnavailable",
-    )
+    refusals = "EngineRefused", "EngineUnavailable"
+    return isinstance(error, APIStatusError) or type(error).__name__ in refusals

@@ -1,8 +1,6 @@
 """A group in run-api's form: plain numbers, one advantage for each token, JSON.
 
-Rewards often come from numpy or torch, which JSON cannot hold. `convert` turns every number in the
-fields that run-api knows into a plain one; `encoded` does the same for fields that an environment
-adds.
+Rewards often come from numpy or torch, which JSON cannot hold.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from atropos_common.protocol.group_reasons import FLAT, GROUP_SIZE, NONE, NOT_FI
 
 Group = dict[str, Any]
 Read = Callable[[Any, str], Any]
-"""Reader of a value; the second argument is its place in the group, for error messages."""
+"""Reader of a value; the second argument is its place, for error messages."""
 
 
 # run-api refuses a group without these fields.
@@ -24,7 +22,7 @@ NEEDED = ("tokens", "masks", "scores")
 
 
 class Unsendable(ValueError):
-    """The group cannot be sent to run-api; the message names field and type."""
+    """run-api cannot take the group; the message names field and type."""
 
 
 def convert(group: Group) -> None:
@@ -60,8 +58,8 @@ def encoded(group: Group) -> bytes:
 
 
 def why_left_out(group: Any, config: Any, max_token_len: int) -> str | None:
-    """Return the reason for which a converted group is not sent, None if it is: BaseEnv's rules,
-    and finite scores."""
+    """Return the reason for which a converted group is not sent, None if it is."""
+    # BaseEnv's rules, and finite scores.
     if not isinstance(group, dict):
         return NONE
     if not all(math.isfinite(score) for score in group.get("scores", [])):
@@ -93,11 +91,7 @@ def _whole(value: Any, where: str) -> int:
 
 
 def _row(value: Any, where: str, kind: type, read: Read) -> list[Any]:
-    """Return `value` as a list of plain numbers, unchanged if it is one already."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise _wrong(value, where, "a list of numbers")
+    value = _sequence(value, where, "a list of numbers")
     # Most groups are plain already; a check of the types alone is much faster than a copy.
     if type(value) is list and set(map(type, value)) <= {kind}:
         return value
@@ -114,37 +108,38 @@ def _token_ids(value: Any, where: str) -> list[int]:
 
 def _rows_of(read: Read) -> Read:
     def rows(value: Any, where: str) -> list[Any]:
-        if hasattr(value, "tolist"):
-            value = value.tolist()
-        if not isinstance(value, Sequence) or isinstance(value, str):
-            raise _wrong(value, where, "a list")
+        value = _sequence(value, where, "a list")
         return [read(each, f"{where}[{at}]") for at, each in enumerate(value)]
 
     return rows
 
 
-def _advantage(value: Any, where: str) -> Any:
-    """Return the advantages of one sequence: a number or a list."""
+def _sequence(value: Any, where: str, wanted: str) -> Sequence[Any]:
+    """Return `value`, or the list of an array."""
     if hasattr(value, "tolist"):
         value = value.tolist()
-    return (
-        _numbers(value, where)
-        if isinstance(value, Sequence) and not isinstance(value, str)
-        else _number(value, where)
-    )
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise _wrong(value, where, wanted)
+    return value
 
 
+# An environment gives a sequence one advantage, or one for each token.
+def _advantage(value: Any, where: str) -> Any:
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    several = isinstance(value, Sequence) and not isinstance(value, str)
+    return _numbers(value, where) if several else _number(value, where)
+
+
+# run-api needs one advantage for each token.
 def _advantages(given: list[Any], tokens: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Repeat a sequence's advantage for each of its tokens: run-api needs a list for each
-    sequence."""
     # Padded, so that surplus advantages do not raise here: run-api reports them.
     lengths = [len(ids) for ids in tokens] + [1] * len(given)
     return [one if isinstance(one, list) else [one] * lengths[at] for at, one in enumerate(given)]
 
 
+# `json.dumps` calls this for what it cannot hold: numpy and torch arrays, and their scalars.
 def _plain(value: Any) -> Any:
-    """Return a number or an array in a form that JSON can hold."""
-    # numpy and torch arrays, then their scalars.
     for name in ("tolist", "item"):
         if callable(made := getattr(value, name, None)):
             return made()
@@ -156,12 +151,8 @@ def _wrong(value: Any, where: str, wanted: str) -> Unsendable:
 
 
 def _type(value: Any) -> str:
-    kind = type(value)
-    return (
-        kind.__qualname__
-        if kind.__module__ == "builtins"
-        else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    module, name = type(value).__module__, type(value).__qualname__
+    return name if module == "builtins" else f"{module}.{name}"
 
 
 READERS: dict[str, Read] = {
@@ -174,4 +165,3 @@ READERS: dict[str, Read] = {
     "distill_token_ids": _rows_of(_rows_of(_token_ids)),
     "distill_logprobs": _rows_of(_rows_of(_numbers)),
 }
-"""Reader of each field of numbers."""

@@ -1,19 +1,17 @@
-"""Host any atroposlib environment in the stack, unmodified.
+"""Behaviour of every environment in the stack, atroposlib's own `BaseEnv` unchanged.
 
-`hosted(TheirEnv)` puts a class of ours in front of it. It waits while the inference server or
-run-api is away, gives its registration back, treats SIGTERM as a request to end, counts groups and
-failures by reason, and records evaluations and metrics. `StackEnv` does the same for our own
-environments.
+It waits while the inference server or run-api is away, gives its registration back, treats SIGTERM
+as
+a request to end, counts groups and failures by reason, and records evaluations and metrics.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
+import importlib
 import logging
 import os
 import signal
-import sys
 import time
 from collections import Counter
 from contextlib import suppress
@@ -21,8 +19,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import aiohttp
-from atroposlib.envs.base import APIServerConfig, BaseEnv, EvalHandlingEnum
-from atroposlib.envs.server_handling.server_baseline import ServerBaseline
+from atroposlib.envs.base import BaseEnv
 from tenacity import RetryError
 
 from atropos_common.net.http import DOOR_USER
@@ -35,40 +32,31 @@ from atropos_common.protocol.group_reasons import (
     UNSENDABLE,
 )
 from atropos_common.protocol.stages import REGISTERED, SET_UP, reach
-from atropos_common.system.run_dir import ENV_DOOR_KEY, ENV_ENGINE_URLS, ENV_REFILL, ENV_SEQUENCES
+from atropos_common.system.run_dir import ENV_DOOR_KEY, ENV_ENGINE_URLS, ENV_REFILL
 from atropos_envs import Dismissed, EnvFault
-from atropos_envs.hosting.engine_client import EngineClient, EngineRefused, addresses, begin_group
-from atropos_envs.hosting.engine_gate import EngineGate
+from atropos_envs.hosting.engine_client import EngineGate, EngineRefused, begin_group
 from atropos_envs.hosting.evaluation import EvalLog, Tally, component_name, eval_path
 from atropos_envs.hosting.groups import Unsendable, convert, encoded
-from atropos_envs.hosting.older_names import load_tool_parser
-from atropos_envs.hosting.queue_slots import PendingGroup, QueueSlots
+from atropos_envs.hosting.queue_slots import PendingGroup, QueueSlots, WorkerMeter
 from atropos_envs.hosting.registration import Registration
-from atropos_envs.hosting.worker_meter import WorkerMeter
 
 log = logging.getLogger(__name__)
 
-LEAST_WORKERS = 8
-NO_CHOICE = (-1, LEAST_WORKERS)
-"""atroposlib's defaults of `max_num_workers` and `max_num_workers_per_node`; eight groups in flight
-starve a GPU."""
 SUMMARY_S = 5.0
-"""Seconds between two progress lines."""
+# First and longest wait after a failed group.
 BACKOFF_S, BACKOFF_MOST_S = 0.01, 5.0
-"""First and longest wait after a failed group, in seconds."""
-QUEUE_POLL_S = 0.02
-"""Poll interval for the trainer's next batch while the queue is full."""
-FAST_POLL_S = 1.0
-"""Seconds of fast polling; later the manager's rounds of 0.1 s are enough."""
+# Poll interval for the trainer's next batch while the queue is full, and for how long; later the
+# manager's rounds of 0.1 s are enough.
+QUEUE_POLL_S, FAST_POLL_S = 0.02, 1.0
 LEAST_WEIGHT = 1e-6
+PARSER_TRANSLATOR = "atroposlib.envs.server_handling.tool_call_translator"
+PARSER_PROTOCOL = "vllm.entrypoints.openai.engine.protocol"
+# The group that the present task makes.
 _pending: ContextVar[PendingGroup | None] = ContextVar("pending", default=None)
-"""Group that the present task makes."""
 
 
 class KeyedUrl(str):
-    """run-api's address with the run's key as its password, but only where a URL is formatted from
-    it (`f"{url}/info"`), as atroposlib's clients do. `str(url)`, which goes to W&B and logs, is the
-    plain address."""
+    """run-api's address, with the run's key as its password only where it is formatted."""
 
     key: str
 
@@ -78,14 +66,15 @@ class KeyedUrl(str):
         made.key = key
         return made
 
+    # atroposlib's clients format their URLs (`f"{url}/info"`). `str(url)`, which goes to W&B and
+    # logs, stays the plain address.
     def __format__(self, form: str) -> str:
         scheme, mark, rest = self.partition("://")
         return format(f"{scheme}{mark}{DOOR_USER}:{self.key}@{rest}", form)
 
 
 def with_run_key(config: Any, server_configs: Any, key: str) -> tuple[Any, Any]:
-    """Return both configurations with the run's key, for run-api and for the servers of the
-    plan."""
+    """Return both configurations with the run's key."""
     if not key:
         return config, server_configs
     # The key goes only to servers of the plan, never to a judge or another model's server.
@@ -101,16 +90,47 @@ def with_run_key(config: Any, server_configs: Any, key: str) -> tuple[Any, Any]:
     return config.model_copy(update={"rollout_server_url": url}), servers
 
 
+def load_tool_parser(name: str) -> None:
+    """Import vLLM's tool parser `name` for atroposlib's ManagedServer; slow.
+
+    Raises:
+        EnvFault: the import fails.
+    """
+    # ManagedServer ignores a failed import, and would train as if the model never called a tool.
+    translator = importlib.import_module(PARSER_TRANSLATOR)
+    if not translator.VLLM_AVAILABLE:
+        raise EnvFault(
+            f"tool_parser = {name!r} needs vLLM's tool parsers beside the environment "
+            f"({_why_no_parsers()}). Install vLLM where the environment runs, in a release that "
+            "`make install` pins, or leave tool_parser out",
+            exit_code=2,
+        )
+    try:
+        translator.ToolParserManager.get_tool_parser(name)
+    except KeyError:
+        known = ", ".join(sorted(translator.ToolParserManager.list_registered()))
+        raise EnvFault(f"vLLM has no tool parser {name!r}. It has: {known}", exit_code=2) from None
+
+
+def _why_no_parsers() -> str:
+    chat = "vllm.entrypoints.openai.chat_completion.protocol"
+    for module in (chat, PARSER_PROTOCOL, "vllm.tool_parsers"):
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            return str(error)
+    return "vLLM lacks a name that atroposlib imports"
+
+
 class Hosted(BaseEnv):  # type: ignore[misc]
-    """Behaviour of every environment in the stack; the environment's own class follows in the
-    method resolution order."""
+    """Base of hosted environments; the environment's own class follows in the method resolution
+    order."""
 
     def __init__(
         self, config: Any, server_configs: Any, slurm: bool = False, testing: bool = False
     ) -> None:
-        config, server_configs = with_run_key(
-            config, server_configs, os.environ.get(ENV_DOOR_KEY, "")
-        )
+        key = os.environ.get(ENV_DOOR_KEY, "")
+        config, server_configs = with_run_key(config, server_configs, key)
         try:
             super().__init__(config, server_configs, slurm=slurm, testing=testing)
         except (OSError, ValueError) as error:
@@ -126,9 +146,8 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             self.config.ensure_scores_are_not_same = False
         self.eval_runner: asyncio.Task[None] | None = None
         self.component = component_name(self.name or type(self).__name__)
-        self.eval_log = EvalLog(
-            eval_path(self.component, config.data_dir_to_save_evals), self.component
-        )
+        eval_file = eval_path(self.component, config.data_dir_to_save_evals)
+        self.eval_log = EvalLog(eval_file, self.component)
         self.tally = Tally()
         # With `min_batch_allocation` atroposlib divides the batch and bounds the workers itself.
         refills = os.environ.get(ENV_REFILL) != "0" and config.min_batch_allocation is None
@@ -145,9 +164,8 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         self._fault: EnvFault | None = None
         self._main: asyncio.Task[Any] | None = None
         self._registration = Registration(config.rollout_server_url, self.component)
-        self._gate = EngineGate(
-            os.environ.get(ENV_ENGINE_URLS, "").split(), self._registration.http
-        )
+        engines = os.environ.get(ENV_ENGINE_URLS, "").split()
+        self._gate = EngineGate(engines, self._registration.http)
         self._requests_before = 0
         self._failed_in_row = 0
         """Failed groups since the last success."""
@@ -186,22 +204,17 @@ class Hosted(BaseEnv):  # type: ignore[misc]
     # Rollouts
 
     async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
-        """Return the environment's groups. A failure, or None, costs one group and is counted by
-        reason; a server that refuses every request ends the program."""
+        """Return the environment's groups; count a failure, or None, by its reason."""
         try:
             groups, items = await self._make_groups(item)
-        except EngineRefused as error:
-            if not self._serving:
-                raise
-            if error.fatal:
-                self._give_up(EnvFault(str(error), exit_code=2))
-            self.tally.failed(error)
-            await self._back_off()
-            return None, []
         except Exception as error:
             if not self._serving:
                 raise
-            if await self._gate.explains(error):
+            if isinstance(error, EngineRefused):
+                # Every request would be refused, so there is nothing to wait for.
+                if error.fatal:
+                    self._give_up(EnvFault(str(error), exit_code=2))
+            elif await self._gate.explains(error):
                 return None, [item]  # the item comes again when an engine answers
             self.tally.failed(error)
             await self._back_off()
@@ -211,9 +224,9 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             self.tally.leave_out(NONE, "collect_trajectories returned no group")
         return groups, items
 
+    # Without this a group that always fails, such as a refused request, is tried a hundred times a
+    # second.
     async def _back_off(self) -> None:
-        """Wait after a failure, twice as long for each further one. Otherwise a group that always
-        fails, such as a refused request, is tried a hundred times a second."""
         self._failed_in_row += 1
         await asyncio.sleep(min(BACKOFF_MOST_S, BACKOFF_S * 2 ** min(self._failed_in_row, 20)))
 
@@ -238,38 +251,33 @@ class Hosted(BaseEnv):  # type: ignore[misc]
     ) -> None:
         """Count groups that are left out, and pass the others to BaseEnv with plain numbers."""
         several = isinstance(scored_data, list)
-        made = [
-            (group, self._judge(group)) for group in (scored_data if several else [scored_data])
-        ]
+        groups = scored_data if several else [scored_data]
+        made = [(group, self._judge(group)) for group in groups]
         if not await self._gets_slot([reason for _, reason in made], item):
             return
-        if sendable := [group for group, reason in made if reason is None]:
-            await super().handle_send_to_api(
-                sendable if several else sendable[0], item, *args, **kwargs
-            )
+        if good := [group for group, reason in made if reason is None]:
+            sendable = good if several else good[0]
+            await super().handle_send_to_api(sendable, item, *args, **kwargs)
 
     def _judge(self, group: Any) -> str | None:
-        """Convert a group in place and count it; return the reason for which it is not sent, None
-        if it is."""
+        """Convert a group in place and count it; return the reason for which it is not sent."""
         try:
             if isinstance(group, dict):
-                self._sign(group)
+                # The trainer counts by the environment's name and applies its lag bound.
+                if isinstance(params := group.get("generation_params") or {}, dict):
+                    ahead = self.config.max_batches_offpolicy
+                    signed = {"env": self.component, "max_batches_offpolicy": ahead}
+                    group["generation_params"] = signed | params
                 convert(group)
             return self.tally.group(group, self.config, self.max_token_len)
         except Unsendable as error:
             self.tally.leave_out(UNSENDABLE, str(error), str(error).partition("[")[0])
             return UNSENDABLE
 
-    def _sign(self, group: dict[str, Any]) -> None:
-        """Add the environment's name, by which the trainer counts, and its lag bound."""
-        if isinstance(params := group.get("generation_params") or {}, dict):
-            ahead = {"max_batches_offpolicy": self.config.max_batches_offpolicy}
-            group["generation_params"] = {"env": self.component} | ahead | params
-
+    # In place of BaseEnv's method, which takes a refusal for success, and whose gzip takes nine
+    # times as long as JSON. One request for each group: run-api refuses a whole list for one
+    # malformed group.
     async def _send_scored_data_to_api(self, scored_data: Any) -> None:
-        """Send each group in its own request: run-api refuses a whole list for one malformed group.
-        BaseEnv's method also takes a refusal for success, and its gzip takes nine times as long as
-        JSON."""
         for group in scored_data if isinstance(scored_data, list) else [scored_data]:
             group["env_id"] = self._registration.env_id
             self._sending += 1
@@ -303,7 +311,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
     # Start and order of groups
 
     async def handle_env(self, item_uuid: str) -> Any:
-        """Make one group; start the next one at its end, before the manager's next round."""
+        """Make one group, and start the next one at its end."""
         begin_group()
         if self.queue_slots is None:
             return await super().handle_env(item_uuid)
@@ -315,18 +323,16 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         finally:
             self._drop(self.queue_slots.end(pending))
         self.workers.discard(asyncio.current_task())
-        # After a failure only the manager's next round starts another group; at once would be a
-        # busy loop of failures.
+        # After a failure the manager's next round starts another group: a loop of failures would
+        # keep a core busy.
         if pending.made:
-            # `get_next_item` may raise; the manager's next round meets the same error and reports
-            # it.
+            # `get_next_item` may raise; the manager's next round meets and reports the same error.
             with suppress(Exception):
                 await self.add_train_workers()
         return made
 
     async def _gets_slot(self, reasons: list[str | None], item: Any) -> bool:
-        """Wait for a queue slot if there is something to send; return False for a spare group that
-        is not needed."""
+        """Wait for a queue slot; return False for a spare group that is not needed."""
         pending = _pending.get()
         if self.queue_slots is None or pending is None:
             return True
@@ -349,8 +355,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
                 self.backlog.append(pending.item)
 
     async def add_train_workers(self) -> None:
-        """Start groups as BaseEnv does, with room for spare groups; none while no engine
-        answers."""
+        """Start groups as BaseEnv does, spare groups too; none while no engine answers."""
         if not self._gate.open:
             return
         if self.queue_slots is None:
@@ -374,41 +379,34 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         return self.config.max_batches_offpolicy * self.derived_batch_size // self.config.group_size
 
     async def _watch_queue(self) -> None:
-        """Start the next batch's groups as soon as the trainer takes a batch, without waiting for
-        the manager's next round."""
+        """Start the next batch's groups as soon as the trainer takes a batch."""
         full_since = time.monotonic()
         while self.queue_slots is not None:
             await asyncio.sleep(QUEUE_POLL_S)
             if not self.queue_slots.full:
                 full_since = time.monotonic()
-            elif time.monotonic() - full_since < FAST_POLL_S and await self._batch_taken():
+            elif time.monotonic() - full_since < FAST_POLL_S:
+                step = await self._registration.current_step()
+                if step in (None, self.queue_slots.step):
+                    continue
                 # The manager's next round meets and reports the same error.
                 with suppress(Exception):
                     await self.get_status()
                     await self.add_train_workers()
 
-    async def _batch_taken(self) -> bool:
-        """Return True if the trainer took a batch since the last `get_status`."""
-        assert self.queue_slots is not None
-        return await self._registration.current_step() not in (None, self.queue_slots.step)
-
     async def get_status(self) -> None:
-        """Read run-api's status, and add the groups that arrived while it answered.
-
-        Without them BaseEnv would start rollouts for used slots, some groups would wait a batch
-        longer, and the policy lag would exceed `max_batches_offpolicy`. Among several environments
-        each has slots by its share, so that BaseEnv cancels no rollout because others filled the
-        queue.
-        """
+        """Read run-api's status, and add the groups that arrived while it answered."""
         # Groups that arrive between the request and the answer may or may not be in `queue_size`.
+        # If they were missed, BaseEnv would start rollouts for used slots, some groups would wait a
+        # batch longer, and the policy lag would exceed `max_batches_offpolicy`.
         sent_before = self.tally.sent
         await super().get_status()
         status, all_slots = self.status_dict, self._all_slots()
-        own = None
-        if self.config.min_batch_allocation is None and self.config.max_batches_offpolicy > 0:
-            own = await self._registration.places(
-                self.config.max_batches_offpolicy, self.tally.barren
-            )
+        own, ahead = None, self.config.max_batches_offpolicy
+        if self.config.min_batch_allocation is None and ahead > 0:
+            # Each of several environments has slots by its share. BaseEnv would cancel its rollouts
+            # because others filled the queue.
+            own = await self._registration.places(ahead, self.tally.barren)
         # No group of another environment is in the queue.
         alone = status["queue_size"] <= status.get("self_queue_size", 0)
         places, queued = (own.places, own.queued) if own else (all_slots, status["queue_size"])
@@ -420,7 +418,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
                 came=came,
                 coming=self._sending,
                 places=places,
-                ahead=self.config.max_batches_offpolicy,
+                ahead=ahead,
                 step=status["current_step"],
             )
             self._drop(late)
@@ -432,26 +430,28 @@ class Hosted(BaseEnv):  # type: ignore[misc]
     async def env_step_checks(self) -> None:
         """Evaluate at BaseEnv's intervals, and write a progress line."""
         await super().env_step_checks()
-        self._worker_meter.look(
-            len(self.workers), self.queue_slots, awaited=self._awaited, in_engine=self._in_engine()
+        # Server classes of other authors have no such counts.
+        servers = self.server.servers
+        in_engine = [server.under_way for server in servers if hasattr(server, "under_way")]
+        self._worker_meter.add(
+            len(self.workers),
+            self.queue_slots,
+            awaited=self._awaited,
+            in_engine=sum(in_engine) if in_engine else None,
         )
-        news = self.tally.news() or self._requests() != self._requests_before
+        requests = sum(getattr(server, "asked", 0) for server in servers)
+        news = self.tally.news() or requests != self._requests_before
         if self.tally.urgent or (time.monotonic() - self._summary_at > SUMMARY_S and news):
-            self._requests_before = self._requests()
+            self._requests_before = requests
             log.info("step %d: %s", self.curr_step, self.tally.line())
-            self.eval_log.counted(
-                self.tally, self._adjusted(), self._requests_before, self.curr_step, self._bounds()
-            )
+            adjusted: Counter[str] = Counter()
+            for server in servers:
+                adjusted.update(getattr(server, "adjusted", {}))
+            self.eval_log.counted(self.tally, adjusted, requests, self.curr_step, self._bounds())
             self._summary_at = time.monotonic()
 
-    def _in_engine(self) -> int | None:
-        """Return the completions in flight; None if the server class does not count them."""
-        counts = [getattr(server, "under_way", None) for server in self.server.servers]
-        known = [count for count in counts if count is not None]
-        return sum(known) if known else None
-
+    # Workers and queue slots, as fields of an `env_counts` record.
     def _bounds(self) -> dict[str, float]:
-        """Return workers and queue slots, as fields of an `env_counts` record."""
         slots = {} if self.queue_slots is None else {"queue_slots": self.queue_slots.all}
         known = {"max_workers": self.max_num_workers, "group_size": self.config.group_size}
         return self._worker_meter.take() | slots | known
@@ -477,27 +477,16 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         if self.eval_runner is None or self.eval_runner.done():
             self.eval_runner = asyncio.create_task(self.evaluate())
 
-    def _requests(self) -> int:
-        """Return the number of requests to engines through atroposlib's servers."""
-        return sum(getattr(server, "asked", 0) for server in self.server.servers)
-
-    def _adjusted(self) -> Counter[str]:
-        total: Counter[str] = Counter()
-        for server in self.server.servers:
-            total.update(getattr(server, "adjusted", {}))
-        return total
-
     # Metrics
 
     async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
-        """Record every metric that the environment logs; BaseEnv calls this with or without
-        wandb."""
+        """Record every metric that the environment logs."""
+        # BaseEnv calls this with or without wandb.
         self.eval_log.measured(wandb_metrics, self.curr_step)
         return dict(await super().create_rollout_table(wandb_metrics))
 
     async def evaluate_log(self, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Record an evaluation's result, with `eval/` in front of each name; also write BaseEnv's
-        file if `data_dir_to_save_evals` is set."""
+        """Record an evaluation's result."""
         named = {f"eval/{name.removeprefix('eval/')}": value for name, value in metrics.items()}
         self.eval_log.measured(named, self.curr_step)
         if self.config.data_dir_to_save_evals is not None:
@@ -506,9 +495,8 @@ class Hosted(BaseEnv):  # type: ignore[misc]
     # Registration
 
     async def setup_wandb(self) -> None:
-        """Load the tool parser that `setup` chose, and report the stage that follows set-up."""
-        # BaseEnv calls this right after `setup`, so it is the earliest point with the environment's
-        # choice.
+        """Load the tool parser that `setup` chose, and report the next stage."""
+        # BaseEnv calls this right after `setup`, so it is the earliest point with that choice.
         if name := getattr(self.server, "tool_parser", None):
             log.info("importing vLLM for its tool parser %r", name)
             await asyncio.to_thread(load_tool_parser, name)
@@ -549,14 +537,14 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         self._stop()
 
     async def _before_disconnect(self) -> None:
-        """Hook between the end of the rollouts and the end of the registration."""
+        """Hook between the last rollout and the end of the registration."""
 
     async def _leave(self) -> None:
-        """Free our share of the batch, so that it does not compete with the next process."""
+        # Before the hook: an evaluation in it needs the engine for itself.
         for task in [*self.workers, *([self.eval_runner] if self.eval_runner else [])]:
-            # Before the hook: an evaluation in it needs the engine for itself.
             task.cancel()
         await self._before_disconnect()
+        # Free our share of the batch, so that it does not compete with the next process.
         await self._registration.disconnect()
         await self._registration.close()
         await self._close_servers()
@@ -565,120 +553,3 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         for server in self.server.servers:
             with suppress(AttributeError):  # the environment's own server class
                 await server.close()
-
-
-class Foreign(Hosted):
-    """Class in front of another author's environment: it uses the plan's servers, and explains a
-    failed set-up."""
-
-    servers_wanted: int = 1
-
-    @classmethod
-    def config_init(cls) -> tuple[Any, Any]:
-        """Return the environment's defaults, with one server in a list, so that `--openai.*` and
-        YAML keys always reach it."""
-        config, servers = super().config_init()
-        wanted = servers if isinstance(servers, list) else [servers]
-        cls.servers_wanted = max(len(wanted), 1)
-        first = wanted[0] if wanted else APIServerConfig()
-        if "eval_handling" not in config.model_fields_set:
-            # The default, STOP_TRAIN, stops rollouts during an evaluation and restarts those in
-            # flight.
-            config.eval_handling = EvalHandlingEnum.NONE
-        known = {
-            name: value
-            for name, value in first.model_dump().items()
-            if name in APIServerConfig.model_fields
-        }
-        return config, [APIServerConfig(**known)]
-
-    def __init__(
-        self, config: Any, server_configs: Any, slurm: bool = False, testing: bool = False
-    ) -> None:
-        """Give the environment as many servers as it has by default, since some address them by
-        number. Each is the plan's server. With a server class of its own it gets one for each
-        engine of the plan; ours spreads the requests itself."""
-        configs = server_configs if isinstance(server_configs, list) else [server_configs]
-        if all(type(each) is ServerBaseline for each in configs) or not configs[0].base_url:
-            raise EnvFault(
-                "no inference server is given; pass --openai.base_url http://127.0.0.1:PORT/v1",
-                exit_code=2,
-            )
-        each_of = configs if len(configs) > 1 else configs * self.servers_wanted
-        if not issubclass(self.server_cls, EngineClient):
-            urls = addresses(configs[0].base_url)
-            each_of = [one.model_copy(update={"base_url": url}) for url in urls for one in each_of]
-        super().__init__(
-            config, [one.model_copy() for one in each_of], slurm=slurm, testing=testing
-        )
-
-    async def get_server_info(self) -> None:
-        """Register; then allow as many groups in flight as the plan has sequences for, unless the
-        user chose a number. `max_batches_offpolicy` bounds it further."""
-        await super().get_server_info()
-        chosen = (self.config.max_num_workers, self.config.max_num_workers_per_node)
-        sequences = int(os.environ.get(ENV_SEQUENCES, "0"))
-        if chosen == NO_CHOICE and sequences // self.config.group_size > LEAST_WORKERS:
-            self.config.max_num_workers = sequences // self.config.group_size
-            log.info("up to %d groups in flight", self.config.max_num_workers)
-
-    async def env_step_checks(self) -> None:
-        """Evaluate at every multiple of `steps_per_eval`; BaseEnv misses a multiple that passes
-        between two of its checks."""
-        every, before, now = (
-            self.config.steps_per_eval,
-            self.curr_step,
-            self.status_dict["current_step"],
-        )
-        await super().env_step_checks()
-        if every > 0 and before // every < now // every and before % every <= now % every:
-            self._evaluate_soon()
-
-    async def setup(self) -> None:
-        """Run the environment's own set-up.
-
-        Raises:
-            EnvFault: a package or data set is missing, or a hub does not answer.
-        """
-        try:
-            await super().setup()
-        except ImportError as error:
-            raise EnvFault(missing_package(error), exit_code=2) from error
-        except EnvFault:
-            raise
-        except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).strip() or 'without a message'}".split(
-                "\n"
-            )[0]
-            raise EnvFault(f"the environment's setup failed: {reason}", exit_code=2) from error
-
-
-def missing_package(error: ImportError) -> str:
-    """Return the message and the fix for a failed import."""
-    package = (error.name or "").partition(".")[0]
-    if isinstance(error, ModuleNotFoundError) and package != error.name and package in sys.modules:
-        return (
-            f"the installed {package} has no module {error.name!r}: install another version, or "
-            f"its submodules"
-        )
-    if isinstance(error, ModuleNotFoundError) and package:
-        return (
-            f"the environment needs the Python package {package!r}, which is not installed. "
-            f"Install what its own "
-            f"requirements name (perhaps: python -m pip install {package}); if it is in another "
-            'folder than the script, set PYTHONPATH = "FOLDER" under [env.env]'
-        )
-    return f"the environment cannot be imported: {error}"
-
-
-def hosted(env_class: type[BaseEnv]) -> type[BaseEnv]:
-    """Return `env_class` with `Foreign` in front; our own classes stay unchanged."""
-    if issubclass(env_class, Hosted):
-        return env_class
-    own_server = not inspect.isabstract(env_class.server_cls)
-    names = {"__module__": env_class.__module__, "__doc__": env_class.__doc__}
-    return type(
-        env_class.__name__,
-        (Foreign, env_class),
-        names | ({} if own_server else {"server_cls": EngineClient}),
-    )

@@ -1,13 +1,7 @@
 """Queue slots in run-api: which groups may be sent, and how many spare groups to start.
 
-A flat group (equal scores) is not sent. If only one group were started for each slot, a flat one
-would leave its slot empty for another round, and the last slot of a batch would wait longest. So
-more groups are started than there are slots, by the measured share of flat groups.
-
-Slots go to groups in the order of their start. A spare group waits, however fast it was, until a
-group with a slot turns out flat or fails. Slots by order of completion would favour short answers
-in training. When the last slot is filled, the remaining spare groups are dropped: the next slot is
-one batch later, and they would exceed `max_batches_offpolicy`.
+A flat group is not sent, so more groups are started than there are slots, by the measured share of
+flat groups. Slots go to groups in the order of their start.
 """
 
 from __future__ import annotations
@@ -15,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Any
 
 WINDOW = 64
-"""Groups over which the flat share is measured."""
+# Groups over which the flat share is measured.
 
 
 class PendingGroup:
@@ -29,27 +24,24 @@ class PendingGroup:
         self.step = step
         """Batches that the trainer had begun at the group's start."""
         self.has_slot = False
-        """The group has a slot."""
         self.made = False
         """Its rollouts are finished."""
         # Resolved once, to True or False, by `decide`.
         self._decided: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     def decide(self, goes: bool) -> None:
-        """Give the group its slot (True), or decide that it never gets one (False)."""
+        """Give the group its slot, or none for good."""
         self.has_slot = goes
         if not self._decided.done():
             self._decided.set_result(goes)
 
     async def wait_for_slot(self) -> bool:
-        """Wait for the decision; return True if the group has a slot."""
+        """Return True once the group has a slot, False once it gets none."""
         # A cancelled waiter must not cancel the future: `decide` still sets it.
         return await asyncio.shield(self._decided)
 
 
 class QueueSlots:
-    """Queue slots of one environment, and the groups that need them."""
-
     def __init__(self) -> None:
         self.open_slots = 0
         """Slots without a group in run-api's queue."""
@@ -83,26 +75,21 @@ class QueueSlots:
         return self._assign()
 
     def begin(self, item: Any, uuid: str) -> tuple[PendingGroup, list[PendingGroup]]:
-        """Register a new group.
-
-        Returns:
-            The group, and spare groups that cannot get a slot any more.
-        """
+        """Register a new group; return it, and spare groups as `update`."""
         group = PendingGroup(item, uuid, self.step)
         self._groups.append(group)
         return group, self._assign()
 
     def sent(self, group: PendingGroup | None, groups: int) -> list[PendingGroup]:
-        """Note that run-api took `groups`; returns as `update`."""
+        """Note that run-api took `groups`; return as `update`."""
         self.open_slots -= groups
         return self.end(group)
 
     def count_result(self, *, flat: bool) -> None:
-        """Count a finished group for the flat share."""
         self._flat.append(flat)
 
     def end(self, group: PendingGroup | None) -> list[PendingGroup]:
-        """Remove a group that is sent, flat, failed or dropped; returns as `update`."""
+        """Remove a group that is sent, flat, failed or dropped; return as `update`."""
         self._groups = [each for each in self._groups if each is not group]
         return self._assign()
 
@@ -123,7 +110,6 @@ class QueueSlots:
 
     @property
     def full(self) -> bool:
-        """True if no slot is open."""
         return self._all > 0 and self.open_slots <= 0
 
     @property
@@ -133,16 +119,18 @@ class QueueSlots:
         return sum(self._flat) / (len(self._flat) + 1)
 
     def wanted(self) -> int:
-        """Return the number of groups to have in flight, including those that wait for a slot or
-        are being sent."""
+        """Return the number of groups to have in flight, spare groups included."""
         made = sum(group.made for group in self._groups)
         # Spare groups fill the last slots of a batch. With several batches ahead a slot that a flat
         # group leaves is filled while other batches wait, and most spare groups would be wasted.
         return made + enough(self.open_slots - made, self.flat_share if self._ahead <= 1 else 0.0)
 
+    # A spare group waits, however fast it was, until a group with a slot turns out flat or fails:
+    # slots by order of completion would favour short answers in training. When the last slot is
+    # filled, the spare groups are dropped. The next slot is one batch later, and they would exceed
+    # `max_batches_offpolicy`.
     def _assign(self) -> list[PendingGroup]:
-        """Give open slots to the earliest groups without one; return the groups that are too late
-        for any."""
+        """Give open slots to the earliest groups; return those that are too late for any."""
         # Groups with a slot that run-api does not have yet; they use up open slots.
         owners = sum(group.has_slot for group in self._groups)
         for group in [each for each in self._groups if not each.has_slot]:
@@ -159,20 +147,64 @@ class QueueSlots:
         return late
 
     def _in_time(self, group: PendingGroup, before: int = 0) -> bool:
-        """Return True if the group meets its lag bound with `before` groups in front of it. A group
-        that started at batch S may be in batch S + ahead at the latest."""
+        # With `before` groups in front of it. A group that started at batch S may be in batch S +
+        # ahead at the latest.
         return self.step + 1 + before * self._ahead // max(1, self._all) <= group.step + self._ahead
 
 
 def enough(useful: int, flat_share: float) -> int:
-    """Return the number of groups to start so that at least `useful` are not flat in five of six
-    cases: one standard deviation below their average is `useful`."""
+    """Return how many groups to start for at least `useful` that are not flat, in 5 of 6 cases."""
     if useful <= 0:
         return 0
     useful_share = 1 - flat_share
     # Of n groups n * u are useful, with a standard deviation of sqrt(n * f * u); f is the flat
-    # share, u = 1 - f. Solve n * u - sqrt(n * f * u) = useful for sqrt(n).
+    # share, u = 1 - f. One deviation below the average is `useful`: solve
+    # n * u - sqrt(n * f * u) = useful for sqrt(n).
     spread = math.sqrt(flat_share * useful_share)
     root = (spread + math.sqrt(spread**2 + 4 * useful_share * useful)) / (2 * useful_share)
     # The small term keeps rounding errors from adding a group.
     return math.ceil(root**2 - 1e-9)
+
+
+@dataclass
+class WorkerMeter:
+    """Mean numbers of groups and queue slots, which show what limits an environment."""
+
+    samples: int = 0
+    sums: dict[str, float] = field(default_factory=dict)
+
+    def add(
+        self,
+        workers: int,
+        slots: QueueSlots | None,
+        *,
+        awaited: bool | None,
+        in_engine: int | None,
+    ) -> None:
+        """Add a sample.
+
+        Args:
+            workers: groups in flight.
+            slots: None if BaseEnv manages them.
+            awaited: a batch waits for this environment's share; None if it is the only one.
+            in_engine: completions that it waits for; None if its servers do not count them.
+        """
+        self.samples += 1
+        # Keys are field names of `EnvCountsRecord`. An unknown value adds no key, so the record has
+        # None.
+        now: dict[str, float] = {"workers": workers}
+        if awaited is not None:
+            now["awaited"] = awaited
+        if in_engine is not None:
+            now["in_engine"] = in_engine
+        if slots is not None:
+            now |= {"waiting_for_slot": slots.waiting, "free_slots": slots.free}
+        for name, value in now.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def take(self) -> dict[str, float]:
+        """Return the means as fields of an `env_counts` record, and start over."""
+        # A value that was unknown in some samples is averaged as if it were 0 there.
+        means = {name: total / self.samples for name, total in self.sums.items()}
+        self.samples, self.sums = 0, {}
+        return means

@@ -1,5 +1,4 @@
-"""Registration of an environment at run-api: take it, give it back, and free what an earlier
-process left.
+"""Registration of an environment at run-api, and the requests that need it.
 
 run-api never notices that an environment died, and reserves a share of every batch for it. So the
 id is kept in the run directory, and the next process disconnects it.
@@ -24,20 +23,17 @@ from atropos_envs import EnvFault
 
 log = logging.getLogger(__name__)
 
-# Seconds between two tries to register.
-POLL_S = 0.25
-ANSWER_S = aiohttp.ClientTimeout(total=5)
+REGISTER_AGAIN_S = 0.25
+REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=5)
 TRIES, AGAIN_S = 3, 1.0
-"""Tries to send a group, and seconds between them, while run-api answers with 5xx or not at all."""
+# While run-api answers with 5xx or not at all: tries to send a group, and seconds between them.
 LONGEST_WORDS = 200
 KEPT_S = 2.0
-"""Seconds that an idle connection is kept; uvicorn closes it after five."""
+# Seconds that an idle connection is kept; uvicorn closes it after five.
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """run-api's refusal of a group."""
-
     words: str
     """Status and run-api's own text."""
     kind: str
@@ -45,8 +41,7 @@ class Refusal:
 
 
 def refusal(status: int, text: str) -> Refusal:
-    """Read a refusal: FastAPI's list of wrong fields, the `error` of our auth middleware, or any
-    text."""
+    """Read a refusal: FastAPI's list of wrong fields, our `error`, or any text."""
     # Any other form of answer falls through to its plain text.
     with suppress(ValueError, LookupError, TypeError):
         answer = json.loads(text)
@@ -54,21 +49,19 @@ def refusal(status: int, text: str) -> Refusal:
             return Refusal(f"{status}: {answer['error']}", str(status))
         first = answer["detail"][0]
         at = [str(part) for part in first["loc"] if part != "body"]
-        # The index of a group or token differs each time; without it equal faults count as one
-        # kind.
+        # The index of a group or token differs each time: without it equal faults are one kind.
         field = next((part for part in at if not part.isdecimal()), "")
-        return Refusal(
-            f"{status}: {'.'.join(at)}: {first['msg']}", f"{status} {field} {first['msg']}"
-        )
+        message = first["msg"]
+        return Refusal(f"{status}: {'.'.join(at)}: {message}", f"{status} {field} {message}")
     return Refusal(f"{status}: {text.strip()[:LONGEST_WORDS] or 'without a reason'}", str(status))
 
 
 @dataclass(frozen=True)
 class QueueShare:
-    """This environment's part of run-api's queue."""
+    """This environment's slots in run-api's queue."""
 
     places: int
-    """Queue slots of this environment."""
+    """Slots of this environment, used or not."""
     queued: int
     """Slots in use."""
     awaited: bool
@@ -76,14 +69,10 @@ class QueueShare:
 
 
 class Registration:
-    """One environment at one run-api."""
-
     def __init__(self, url: str, component: str) -> None:
         self._url = url.rstrip("/")
         run = RunDir.from_env()
-        self._id_file: Path | None = (
-            run.bridge / f"env.{component}.json" if run is not None else None
-        )
+        self._id_file: Path | None = run.bridge / f"env.{component}.json" if run else None
         self._session: aiohttp.ClientSession | None = None
         self.env_id: int | None = None
         # False after a 404: another run-api, which has no `/share`.
@@ -95,15 +84,11 @@ class Registration:
         cause = error.last_attempt.exception() if hasattr(error, "last_attempt") else error
         if isinstance(cause, aiohttp.ClientResponseError):
             path = cause.request_info.url.path
-            return (
-                f"run-api at {self._url} answers {path} with {cause.status} "
-                f"({cause.message}); its log says why "
-                "(atropos-tui logs api -n 50)"
-            )
-        return (
-            f"run-api at {self._url} is gone ({type(cause).__name__}); restart it, then this "
-            f"environment"
-        )
+            answer = f"{cause.status} ({cause.message})"
+            fix = "its log says why (atropos-tui logs api -n 50)"
+            return f"run-api at {self._url} answers {path} with {answer}; {fix}"
+        why = type(cause).__name__
+        return f"run-api at {self._url} is gone ({why}); restart it, then this environment"
 
     async def send(self, body: bytes) -> Refusal | None:
         """Send a group (JSON) to `/scored_data`; return the refusal, None if run-api accepted it.
@@ -114,9 +99,8 @@ class Registration:
         headers = {"Content-Type": "application/json", **door_headers(os.environ)}
         for left in reversed(range(TRIES)):
             try:
-                async with self.http().post(
-                    f"{self._url}/scored_data", data=body, headers=headers
-                ) as response:
+                url = f"{self._url}/scored_data"
+                async with self.http().post(url, data=body, headers=headers) as response:
                     if response.status < 400:
                         return None
                     # A 4xx concerns the group, so another try would fail as well.
@@ -129,13 +113,13 @@ class Registration:
         raise AssertionError("the last try returns or raises")
 
     async def register(self, **fields: Any) -> dict[str, Any]:
-        """Repeat `POST /register-env` until it succeeds: run-api takes no environment before the
-        trainer's first `GET /batch`.
+        """Repeat `POST /register-env` until it succeeds.
 
         Raises:
             EnvFault: run-api refuses the request.
         """
         logged = ""
+        # run-api takes no environment before the trainer's first `GET /batch`.
         while True:
             try:
                 answer = await self._call("POST", "/register-env", fields)
@@ -143,19 +127,17 @@ class Registration:
                 reason = f"run-api at {self._url} says: {answer['status']}"
                 if answer["status"] == "success":
                     break
-            # run-api may start after the environment; wait without limit, the supervisor has the
-            # timeout.
+            # run-api may start after the environment; the supervisor has the timeout.
             except (aiohttp.ClientConnectionError, TimeoutError):
                 reason = f"waiting for run-api at {self._url}"
             except aiohttp.ClientResponseError as error:
-                raise EnvFault(
-                    f"run-api refused the registration ({error.status}: {fields})", exit_code=2
-                ) from None
+                fault = f"run-api refused the registration ({error.status}: {fields})"
+                raise EnvFault(fault, exit_code=2) from None
             # One line for each new reason, not one for each try.
             if reason != logged:
                 log.info("%s", reason)
                 logged = reason
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(REGISTER_AGAIN_S)
         self.env_id = answer["env_id"]
         await self._free_earlier_ids(answer["wandb_name"], fields["desired_name"])
         return answer
@@ -167,18 +149,17 @@ class Registration:
         return None
 
     async def places(self, ahead: int, barren: bool) -> QueueShare | None:
-        """Return the queue slots for `ahead` batches; None if this is the only environment, or
-        run-api has no `/share`.
+        """Return the queue slots for `ahead` batches; None for the only environment, or without
+        `/share`.
 
         Args:
             barren: none of our groups can be sent.
         """
         if not self._knows_shares:
             return None
+        query = f"env_id={self.env_id}&ahead={ahead}&barren={barren:d}"
         try:
-            answer = await self._call(
-                "GET", f"/share?env_id={self.env_id}&ahead={ahead}&barren={barren:d}"
-            )
+            answer = await self._call("GET", f"/share?{query}")
         except aiohttp.ClientResponseError as error:
             self._knows_shares = error.status != 404
             return None
@@ -202,30 +183,24 @@ class Registration:
             self._session = None
 
     def http(self) -> aiohttp.ClientSession:
-        """Return the session, with kept connections that close before run-api closes them."""
+        """Return the session of all requests."""
         if self._session is None:
             # No limit of connections: every group in flight may send at the same time.
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(keepalive_timeout=KEPT_S, limit=0)
-            )
+            connector = aiohttp.TCPConnector(keepalive_timeout=KEPT_S, limit=0)
+            self._session = aiohttp.ClientSession(connector=connector)
         return self._session
 
     async def _free_earlier_ids(self, real_name: str, desired_name: str) -> None:
-        """Disconnect the ids in the file if this run-api issued them; then write the new id.
-
-        run-api numbers registrations of one name from 0. Number 0 means that run-api has restarted,
-        so the ids in the file now belong to other environments.
-        """
+        """Disconnect the ids in the file if this run-api issued them; then write the new id."""
         earlier = _read_ids(self._id_file)
-        # `real_name` is the name with run-api's number, such as `gsm8k_1`.
+        # `real_name` is the name with run-api's number, such as `gsm8k_1`. Number 0 means that
+        # run-api has restarted, so the ids in the file now belong to other environments.
         if earlier and real_name != f"{desired_name}_0":
             for env_id in earlier:
                 with suppress(aiohttp.ClientError, TimeoutError):
                     await self._call("POST", "/disconnect-env", {"env_id": env_id})
-            log.info(
-                "disconnected an earlier registration of this environment (id %s)",
-                ", ".join(map(str, earlier)),
-            )
+            ids = ", ".join(map(str, earlier))
+            log.info("disconnected an earlier registration of this environment (id %s)", ids)
         if self._id_file is not None:
             self._id_file.parent.mkdir(parents=True, exist_ok=True)
             self._id_file.write_text(json.dumps({"env_ids": [self.env_id]}) + "\n")
@@ -236,7 +211,7 @@ class Registration:
         # The run's key, if run-api is behind one.
         key = door_headers(os.environ)
         async with self.http().request(
-            method, self._url + path, json=body, timeout=ANSWER_S, headers=key
+            method, self._url + path, json=body, timeout=REQUEST_TIMEOUT, headers=key
         ) as response:
             response.raise_for_status()
             answer: dict[str, Any] = await response.json()

@@ -1,20 +1,26 @@
 """Run an environment of another author, unmodified.
 
-python -m atropos_envs.hosting.runner FILE.py serve --env.rollout_server_url ... --openai.base_url
-... python -m atropos_envs.hosting.runner PACKAGE.MODULE serve ...
+    python -m atropos_envs.hosting.runner FILE.py serve --env.rollout_server_url ...
+    python -m atropos_envs.hosting.runner PACKAGE.MODULE serve ...
 
-The file or module runs as `__main__`. Where it calls `SomeEnv.cli()`, the class is hosted first
-(`atropos_envs.hosting.hosted`). A file that calls no `cli()` must define one environment class, or
-name it: FILE.py:ClassName.
+The file or module runs as `__main__`, and the class whose `cli()` it calls is hosted first. A file
+that calls no `cli()` must define one environment class, or name it: FILE.py:ClassName.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import inspect
 import logging
+import os
 import runpy
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -24,14 +30,25 @@ from atropos_envs import EnvFault, needs_no_torch, without_torch
 if __name__ == "__main__" and needs_no_torch(Path("".join(sys.argv[1:2]).partition(":")[0])):
     without_torch()
 
-from atroposlib.envs.base import BaseEnv
+from atroposlib.envs import base
+from atroposlib.envs.base import APIServerConfig, BaseEnv, EvalHandlingEnum
+from atroposlib.envs.server_handling.server_baseline import ServerBaseline
 
-from atropos_envs.hosting import older_names
+from atropos_common.system.run_dir import ENV_SEQUENCES
 from atropos_envs.hosting.base import configure_logging, exit_code_of, leave, one_off_defaults
+from atropos_envs.hosting.engine_client import NO_SERVER, EngineClient, addresses
 from atropos_envs.hosting.evaluation import reason_of
-from atropos_envs.hosting.hosted import hosted, missing_package
+from atropos_envs.hosting.hosted import PARSER_PROTOCOL, Hosted
 
 log = logging.getLogger(__name__)
+
+LEAST_WORKERS = 8
+# atroposlib's defaults of `max_num_workers` and `max_num_workers_per_node`. Eight groups in flight
+# starve a GPU.
+NO_CHOICE = (-1, LEAST_WORKERS)
+# Modules that atroposlib's tool parsers import -> their place in newer releases of vLLM.
+MOVED = {PARSER_PROTOCOL: "vllm.entrypoints.generate.base.protocol"}
+PACKAGES = {name.rpartition(".")[0] for name in MOVED}
 
 
 def main() -> NoReturn:
@@ -47,23 +64,19 @@ def main() -> NoReturn:
 
 
 def run(arguments: list[str]) -> None:
-    """Load the file or module of the first argument, and pass the other arguments to its command
-    line.
+    """Run the file or module of the first argument with the other arguments.
 
     Raises:
         EnvFault: the file, module or class does not exist, or cannot be imported.
     """
     if not arguments or arguments[0].startswith("-"):
-        raise EnvFault(
-            "no environment is given; run python -m atropos_envs.hosting.runner "
-            "FILE.py|MODULE serve",
-            exit_code=2,
-        )
+        usage = "python -m atropos_envs.hosting.runner FILE.py|MODULE serve"
+        raise EnvFault(f"no environment is given; run {usage}", exit_code=2)
     target, _, wanted = arguments[0].partition(":")
     sys.argv = [target, *one_off_defaults(arguments[1:])]
     # Patch `cli` on the base class: every environment of the file inherits it.
     original, began = BaseEnv.cli, []
-    older_names.install()
+    accept_older_names()
 
     def cli(cls: type[BaseEnv]) -> None:
         began.append(cls)
@@ -78,6 +91,9 @@ def run(arguments: list[str]) -> None:
         BaseEnv.cli = original
 
 
+# The file
+
+
 def _execute(target: str, name: str) -> dict[str, Any]:
     """Run the file or module; return its globals."""
     try:
@@ -89,9 +105,8 @@ def _execute(target: str, name: str) -> dict[str, Any]:
             sys.path.insert(0, str(folder))  # as `python FILE.py` does
             # A plain `python FILE.py` would fail at its first relative import.
             if depth := _package_depth(path):
-                return runpy.run_module(
-                    _as_module(folder, depth, path.stem), run_name=name, alter_sys=True
-                )
+                module = _as_module(folder, depth, path.stem)
+                return runpy.run_module(module, run_name=name, alter_sys=True)
             return runpy.run_path(str(path), run_name=name)
         # As `python -m` does; our own modules are imported already.
         sys.path.insert(0, str(Path.cwd()))
@@ -103,19 +118,19 @@ def _execute(target: str, name: str) -> dict[str, Any]:
 
 
 def _package_depth(path: Path) -> int:
-    """Return the number of parent folders that must be packages for the file's relative imports: as
-    many as it uses, plus those with an `__init__.py`. 0: it has none and runs alone."""
+    """Return how many parent folders must be packages for the file's relative imports."""
     tree = ast.parse(path.read_bytes(), str(path))
     levels = [node.level for node in tree.body if isinstance(node, ast.ImportFrom)]
     depth, parents = max(levels, default=0), path.resolve().parents
+    # Parents with an `__init__.py` belong to the package too. A file without relative imports runs
+    # alone, wherever it is.
     while 0 < depth < len(parents) - 1 and (parents[depth] / "__init__.py").exists():
         depth += 1
     return depth
 
 
 def _as_module(folder: Path, depth: int, stem: str) -> str:
-    """Return the dotted name of a file in its last `depth` folders, and make those folders
-    packages."""
+    """Make the last `depth` folders packages; return the file's dotted name."""
     sys.path.insert(0, str(folder.parents[depth - 1]))
     names = folder.parts[-depth:]
     for level in range(1, depth + 1):
@@ -138,26 +153,168 @@ def _only_class(found: dict[str, Any], target: str, wanted: str) -> type[BaseEnv
     }
     if wanted:
         if wanted not in classes:
-            raise EnvFault(
-                f"{target} defines no environment {wanted!r}; it has {_names(classes)}", exit_code=2
-            )
+            fault = f"{target} defines no environment {wanted!r}; it has {_names(classes)}"
+            raise EnvFault(fault, exit_code=2)
         return classes[wanted]
     # A base class of another environment in the file is not meant.
-    leaves = {
-        n: c
-        for n, c in classes.items()
-        if not any(c in other.__mro__[1:] for other in classes.values())
-    }
+    parents = {parent for each in classes.values() for parent in each.__mro__[1:]}
+    leaves = {name: each for name, each in classes.items() if each not in parents}
     if len(leaves) != 1:
-        raise EnvFault(
-            f"{target} calls no cli() and defines {_names(leaves)}; name one: {target}:ClassName",
-            exit_code=2,
-        )
+        fault = f"{target} calls no cli() and defines {_names(leaves)}"
+        raise EnvFault(f"{fault}; name one: {target}:ClassName", exit_code=2)
     return next(iter(leaves.values()))
 
 
 def _names(classes: dict[str, Any]) -> str:
     return ", ".join(sorted(classes)) or "no environment class (a subclass of atroposlib's BaseEnv)"
+
+
+# The class
+
+
+class Foreign(Hosted):
+    """Class in front of another author's environment."""
+
+    servers_wanted: int = 1
+
+    @classmethod
+    def config_init(cls) -> tuple[Any, Any]:
+        """Return the environment's configuration, and a list of one server."""
+        # One server in a list, so that `--openai.*` and YAML keys always reach it.
+        config, servers = super().config_init()
+        wanted = servers if isinstance(servers, list) else [servers]
+        cls.servers_wanted = max(len(wanted), 1)
+        first = wanted[0] if wanted else APIServerConfig()
+        if "eval_handling" not in config.model_fields_set:
+            # The default, STOP_TRAIN, stops rollouts during an evaluation and restarts those in
+            # flight.
+            config.eval_handling = EvalHandlingEnum.NONE
+        fields = APIServerConfig.model_fields
+        known = {name: value for name, value in first.model_dump().items() if name in fields}
+        return config, [APIServerConfig(**known)]
+
+    def __init__(
+        self, config: Any, server_configs: Any, slurm: bool = False, testing: bool = False
+    ) -> None:
+        configs = server_configs if isinstance(server_configs, list) else [server_configs]
+        if all(type(each) is ServerBaseline for each in configs) or not configs[0].base_url:
+            raise EnvFault(NO_SERVER, exit_code=2)
+        # As many servers as by default: some environments address them by number. Each is the
+        # plan's server.
+        each_of = configs if len(configs) > 1 else configs * self.servers_wanted
+        # Our own client spreads the requests over the plan's engines; another needs each of them.
+        if not issubclass(self.server_cls, EngineClient):
+            urls = addresses(configs[0].base_url)
+            each_of = [one.model_copy(update={"base_url": url}) for url in urls for one in each_of]
+        copies = [one.model_copy() for one in each_of]
+        super().__init__(config, copies, slurm=slurm, testing=testing)
+
+    async def get_server_info(self) -> None:
+        """Register; unless the user chose a number, allow as many groups in flight as the plan has
+        sequences for."""
+        await super().get_server_info()
+        chosen = (self.config.max_num_workers, self.config.max_num_workers_per_node)
+        groups = int(os.environ.get(ENV_SEQUENCES, "0")) // self.config.group_size
+        if chosen == NO_CHOICE and groups > LEAST_WORKERS:
+            self.config.max_num_workers = groups
+            log.info("up to %d groups in flight", groups)
+
+    async def env_step_checks(self) -> None:
+        """Evaluate at every multiple of `steps_per_eval`."""
+        every, before = self.config.steps_per_eval, self.curr_step
+        now = self.status_dict["current_step"]
+        await super().env_step_checks()
+        # BaseEnv misses a multiple that passes between two of its checks.
+        if every > 0 and before // every < now // every and before % every <= now % every:
+            self._evaluate_soon()
+
+    async def setup(self) -> None:
+        """Run the environment's own set-up.
+
+        Raises:
+            EnvFault: a package or data set is missing, or a hub does not answer.
+        """
+        try:
+            await super().setup()
+        except ImportError as error:
+            raise EnvFault(missing_package(error), exit_code=2) from error
+        except EnvFault:
+            raise
+        except Exception as error:
+            message = str(error).strip().split("\n")[0] or "without a message"
+            reason = f"{type(error).__name__}: {message}"
+            raise EnvFault(f"the environment's setup failed: {reason}", exit_code=2) from error
+
+
+def missing_package(error: ImportError) -> str:
+    """Return the message and the fix for a failed import."""
+    package = (error.name or "").partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or not package:
+        return f"the environment cannot be imported: {error}"
+    if package != error.name and package in sys.modules:
+        fault = f"the installed {package} has no module {error.name!r}"
+        return f"{fault}: install another version, or its submodules"
+    return (
+        f"the environment needs the Python package {package!r}, which is not installed. Install "
+        f"what its own requirements name (perhaps: python -m pip install {package}); if it is in "
+        'another folder than the script, set PYTHONPATH = "FOLDER" under [env.env]'
+    )
+
+
+def hosted(env_class: type[BaseEnv]) -> type[BaseEnv]:
+    """Return `env_class` with `Foreign` in front; our own classes stay unchanged."""
+    if issubclass(env_class, Hosted):
+        return env_class
+    members: dict[str, Any] = {"__module__": env_class.__module__, "__doc__": env_class.__doc__}
+    # An environment with a server class of its own keeps it.
+    if inspect.isabstract(env_class.server_cls):
+        members["server_cls"] = EngineClient
+    return type(env_class.__name__, (Foreign, env_class), members)
+
+
+# Older names
+
+
+def accept_older_names() -> None:
+    """Accept names and answers of older libraries, which atroposlib and its environments expect."""
+    base.OpenaiConfig = APIServerConfig  # atroposlib before 0.2
+    if not any(isinstance(finder, _Moved) for finder in sys.meta_path):
+        sys.meta_path.append(_Moved())  # at the end: only modules that are really missing come here
+    _token_ids_by_default()
+
+
+# Chat templates return token ids in transformers 4, and a dictionary in 5.
+def _token_ids_by_default() -> None:
+    from transformers import PreTrainedTokenizerBase
+
+    original = PreTrainedTokenizerBase.apply_chat_template
+    # `functools.wraps` sets this: the method is patched already.
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def apply(self: Any, *args: Any, return_dict: bool = False, **options: Any) -> Any:
+        return original(self, *args, return_dict=return_dict, **options)
+
+    PreTrainedTokenizerBase.apply_chat_template = apply
+
+
+class _Moved(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Import hook for modules that moved, by their older names."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in MOVED and name not in PACKAGES:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=name in PACKAGES)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ in MOVED:
+            moved = importlib.import_module(MOVED[module.__name__])
+            # All but `__name__`, `__spec__` and the like, which belong to the older name.
+            contents = {name: value for name, value in vars(moved).items() if name[:2] != "__"}
+            module.__dict__.update(contents)
 
 
 if __name__ == "__main__":

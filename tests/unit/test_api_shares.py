@@ -18,7 +18,7 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 
 from atropos_api.shares import LEND_S, SILENT_S, Shares
 from atropos_common.net.http import AFTER_HEADER, BATCH_HEADER
-from atropos_envs.hosting.hosted import hosted
+from atropos_envs.hosting.runner import hosted
 from atropos_envs.tiny_model import make_tokenizer
 from tests.unit.envs_support import Engine, run_api, trainer_registration
 from tests.unit.test_envs_places import Short

@@ -24,10 +24,10 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 
 from atropos_common.protocol.group_reasons import NONE, REFUSED, UNSENDABLE
 from atropos_envs import EnvFault
-from atropos_envs.hosting import engine_gate
+from atropos_envs.hosting import engine_client
 from atropos_envs.hosting.groups import Unsendable, convert, encoded
-from atropos_envs.hosting.hosted import hosted
 from atropos_envs.hosting.registration import refusal
+from atropos_envs.hosting.runner import hosted
 from atropos_envs.tiny_model import make_tokenizer
 from tests.unit.envs_support import Engine, run_api, trainer_registration
 from tests.unit.test_envs_places import Short
@@ -297,7 +297,7 @@ async def test_no_group_begins_and_none_is_lost_while_no_engine_answers(
 ) -> None:
     """An environment with a client of its own: it failed 64 times before vLLM was up, and was told
     to mend itself."""
-    monkeypatch.setattr(engine_gate, "POLL_S", 0.02)
+    monkeypatch.setattr(engine_client, "RETRY_S", 0.02)
     caplog.set_level(logging.INFO, logger="atropos_envs")
     engine, began, came = Engine(), Counter[int](), set[int]()
     away: list[int] = []

@@ -19,8 +19,8 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, EvalHa
 
 from atropos_common.net.http import AFTER_HEADER, BATCH_HEADER
 from atropos_common.protocol.group_reasons import FLAT, SURPLUS
-from atropos_envs.hosting.hosted import hosted
 from atropos_envs.hosting.queue_slots import PendingGroup, QueueSlots, enough
+from atropos_envs.hosting.runner import hosted
 from atropos_envs.tiny_model import make_tokenizer
 from tests.unit.envs_support import run_api, trainer_registration
 

@@ -27,7 +27,8 @@ from atropos_envs.hosting import runner
 from atropos_envs.hosting.base import StackEnv
 from atropos_envs.hosting.engine_client import EngineClient
 from atropos_envs.hosting.evaluation import EvalLog, Tally, reason_of
-from atropos_envs.hosting.hosted import Foreign, Hosted, hosted, missing_package
+from atropos_envs.hosting.hosted import Hosted
+from atropos_envs.hosting.runner import Foreign, hosted, missing_package
 from atropos_envs.tiny_model import make_tokenizer
 from atropos_tui.diagnoses import Evidence, diagnose
 from atropos_tui.profile.spec import ComponentSpec

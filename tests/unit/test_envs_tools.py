@@ -13,8 +13,9 @@ import pytest
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 
 from atropos_envs import EnvFault
-from atropos_envs.hosting import older_names
-from atropos_envs.hosting.hosted import hosted
+from atropos_envs.hosting import hosted as hosted_module
+from atropos_envs.hosting import runner
+from atropos_envs.hosting.runner import hosted
 from tests.unit.envs_support import Engine, decode, encode, text_tokenizer
 
 TEMPLATE = (
@@ -84,7 +85,7 @@ def _environment(folder: Path, url: str) -> Any:
 async def test_tools_are_called_and_answered_under_the_pinned_vllm(tmp_path: Path) -> None:
     """atroposlib imports a module that this vLLM has no more, said that vLLM is not installed, and
     called no tool."""
-    older_names.install()
+    runner.accept_older_names()
     engine = Engine(
         lambda prompt, body, index: encode("12" if "<tool>12" in decode(prompt) else CALL)
     )
@@ -104,7 +105,7 @@ async def test_tools_are_called_and_answered_under_the_pinned_vllm(tmp_path: Pat
 async def test_tool_calls_that_cannot_be_read_end_the_environment_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    older_names.install()
+    runner.accept_older_names()
     env = _environment(tmp_path, "http://127.0.0.1:9/v1")
     await env.setup()
     env.server.tool_parser = "hermit"
@@ -113,7 +114,7 @@ async def test_tool_calls_that_cannot_be_read_end_the_environment_in_words(
     ) as caught:
         await env.setup_wandb()
     assert caught.value.exit_code == 2
-    translator = importlib.import_module(older_names.TRANSLATOR)
+    translator = importlib.import_module(hosted_module.PARSER_TRANSLATOR)
     monkeypatch.setattr(translator, "VLLM_AVAILABLE", False)
     monkeypatch.setitem(sys.modules, "vllm.tool_parsers", None)
     with pytest.raises(
