@@ -318,16 +318,19 @@ class RefusalLog:
         if reason.said and reason.count > FEW:
             reason.gap_s = min(3 * reason.gap_s, LAST_GAP_S)
         reason.said, reason.said_at = reason.count, asyncio.get_running_loop().time()
+        # A delayed line says how old its newest refusal is: the cause may have ended since.
+        age_s = int(reason.said_at - reason.heard_at)
         requests = f"{reason.count} request{'' if reason.count == 1 else 's'}"
         path = shown(quote(reason.path), PATH_CHARACTERS)
         logger.warning(
-            "%s: %s [of %d since %s]",
+            "%s: %s [of %d since %s]%s",
             f"refused {requests} to {path} ({reason.status})"
             if reason.status
             else f"adjusted {requests} to {path}",
             reason.text,
             self.begun - reason.ended_before,
             time.strftime("%H:%M:%S", time.localtime(reason.since)),
+            f" (last {age_s} s ago)" if age_s else "",
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -38,7 +38,8 @@ KEPT = 40
 SOME = 3
 """Accepted groups, or steps, that show that requests are accepted again."""
 REFUSAL_LINE = re.compile(
-    r"(refused (\d+) requests? to (\S+) \((\d+)\): (.*) \[of (\d+) since [\d:]+\])$"
+    r"(refused (\d+) requests? to (\S+) \((\d+)\): (.*) \[of (\d+) since [\d:]+\])"
+    r"(?: \(last (\d+) s ago\))?$"
 )
 RUNS = (State.HEALTHY, State.UNHEALTHY)
 
@@ -441,36 +442,42 @@ class RefusalWatch:
         self._attempts: dict[str, int] = {}
         self._rows: dict[str, dict[tuple[str, ...], list[_Row]]] = {}
         self._logged: Counter[tuple[str, int]] = Counter()
-        self._accepted: dict[str, int | None] = {}
-        """Accepted groups since the engine's newest refusal; None before the first count after it.
-        """
+        self._refused_at: dict[str, float] = {}
+        """Monotonic time of the newest refusal by an engine of each environment."""
+        self._accepted: dict[str, deque[tuple[float, int]]] = {}
+        """Monotonic time and number of accepted groups, at each count of an environment."""
 
-    def feed(self, engine: str, attempt: int, lines: Iterable[str], now: float) -> None:
+    def feed(
+        self, engine: str, attempt: int, lines: Iterable[str], now: float, clock: float
+    ) -> None:
         if self._attempts.get(engine) != attempt:
             self._attempts[engine], self._rows[engine] = attempt, {}
         for line in lines:
             if (match := REFUSAL_LINE.search(line)) is None:
                 continue
-            text, count, path, status, reason, seen = match.groups()
+            text, count, path, status, reason, seen, age = match.groups()
             rows = self._rows[engine].setdefault((path, status, reason), [])
             if rows and rows[-1].count >= int(count):
                 rows.clear()  # the engine has dropped this reason and counts from 1 again
             rows.append(_Row(now, text, status, reason, int(count), int(seen)))
             del rows[:-KEPT]
-            # The next count may still include groups from before this refusal.
-            self._accepted |= {
-                env: None for env, engines in self._asks.items() if engine in engines
-            }
+            for env in (env for env, engines in self._asks.items() if engine in engines):
+                # A late line is no new refusal: groups that came after its refusals still count.
+                refused_at = max(self._refused_at.get(env, -math.inf), clock - int(age or 0))
+                self._refused_at[env] = refused_at
 
-    def accepted(self, env: str, count: int) -> None:
+    def accepted(self, env: str, count: int, clock: float) -> None:
         """run-api accepted `count` more groups of `env`."""
-        if env in self._accepted:
-            before = self._accepted[env]
-            self._accepted[env] = 0 if before is None else before + count
+        if count:
+            self._accepted.setdefault(env, deque(maxlen=KEPT)).append((clock, count))
 
     def working(self) -> frozenset[str]:
+        """Environments whose groups were accepted since the engine's newest refusal."""
         return frozenset(
-            env for env, count in self._accepted.items() if count is not None and count >= SOME
+            env
+            for env, refused_at in self._refused_at.items()
+            # The first count may still include groups from before this refusal.
+            if sum([n for at, n in self._accepted.get(env, ()) if at > refused_at][1:]) >= SOME
         )
 
     def note_refusals(self, env: str, attempt: int, count: int) -> None:

@@ -156,7 +156,7 @@ class Watcher:
                 results += [
                     (part.name, found) for found in in_log if self._is_news(part, printed, found)
                 ]
-                self._count(part, scanner, now)
+                self._count(part, scanner, now, clock)
         self._look_for_registrations(run.parts, now)
         run = self._completed(run)
         rules: tuple[StallRule | FlowRule, ...] = (*STALL_RULES, *FLOW_RULES)
@@ -183,7 +183,7 @@ class Watcher:
         self._work_done.setdefault(name, deque(maxlen=NORMAL)).extend([clock] * min(count, NORMAL))
         # A step proves that batches arrive: it counts for every environment without its own counts.
         for env in [name] if name else set(self._flows.environments) - set(self._sent):
-            self._refusals.accepted(env, count)
+            self._refusals.accepted(env, count, clock)
 
     def _past(self, at: float, now: float) -> float:
         """Return `at`; for a future time (the clock was set back), when that was noticed."""
@@ -233,7 +233,7 @@ class Watcher:
                         part.role is Role.ENV and record.stage == REGISTERED
                     )
 
-    def _count(self, part: Part, scanner: LogScanner, now: float) -> None:
+    def _count(self, part: Part, scanner: LogScanner, now: float, clock: float) -> None:
         counts = scanner.counts
         self._flows.printed(part, counts, now)
         if part.role is Role.ENV:
@@ -241,7 +241,7 @@ class Watcher:
                 part.name, part.attempt, sum(counts[name] for name in REFUSAL_COUNTS)
             )
         if part.role is Role.ENGINE:
-            self._refusals.feed(part.name, part.attempt, scanner.noted, now)
+            self._refusals.feed(part.name, part.attempt, scanner.noted, now, clock)
             scanner.noted.clear()
         if part.role is Role.API and part.attempt != self._api_attempt:
             self._api_attempt = part.attempt

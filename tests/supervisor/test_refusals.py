@@ -64,7 +64,7 @@ def watch(*components: Any) -> tuple[RefusalWatch, tuple[Part, ...]]:
 def judge(lines: list[str], *, later: float = 0.0) -> dict[str, Diagnosis]:
     """One engine and one environment."""
     looks, parts = watch(engine(), environment("rg"))
-    looks.feed("vllm", 1, lines, BEGAN + 10)
+    looks.feed("vllm", 1, lines, BEGAN + 10, BEGAN + 10)
     return looks.judge(parts, BEGAN + 10 + later)
 
 
@@ -127,19 +127,19 @@ def test_only_what_stops_the_rollouts(lines: list[str], later: float, stands: bo
 
 def test_an_environment_that_was_restarted_is_not_told_of_what_was_before() -> None:
     looks, (vllm, rg) = watch(engine(), environment("rg"))
-    looks.feed("vllm", 1, [line(331, 332)], BEGAN + 10)
+    looks.feed("vllm", 1, [line(331, 332)], BEGAN + 10, BEGAN + 10)
     again = replace(rg, started_at=BEGAN + 20, attempt=2)
     assert looks.judge((vllm, again), BEGAN + 21) == {}
-    looks.feed("vllm", 1, [line(340, 341)], BEGAN + 22)
+    looks.feed("vllm", 1, [line(340, 341)], BEGAN + 22, BEGAN + 22)
     assert looks.judge((vllm, again), BEGAN + 22) == {}, "refused before, said only now"
-    looks.feed("vllm", 1, [line(400, 401)], BEGAN + 30)
+    looks.feed("vllm", 1, [line(400, 401)], BEGAN + 30, BEGAN + 30)
     assert set(looks.judge((vllm, again), BEGAN + 30)) == {"rg"}
     third = replace(rg, started_at=BEGAN + 40, attempt=3)
     assert looks.judge((vllm, third), BEGAN + 41) == {}
     looks.note_refusals("rg", 3, 5)
     assert set(looks.judge((vllm, third), BEGAN + 42)) == {"rg"}, "it says so itself"
     assert looks.judge((replace(vllm, state=State.BACKOFF), third), BEGAN + 42) == {}
-    looks.feed("vllm", 2, [], BEGAN + 50)
+    looks.feed("vllm", 2, [], BEGAN + 50, BEGAN + 50)
     assert looks.judge((vllm, third), BEGAN + 50) == {}, "another engine"
 
 
@@ -147,11 +147,11 @@ def test_of_several_environments_those_that_hear_of_it_else_all() -> None:
     looks, parts = watch(
         engine(), engine("judge", 9002), environment("a"), environment("b"), environment("c", 9002)
     )
-    looks.feed("vllm", 1, [line(50, 60)], BEGAN + 10)
+    looks.feed("vllm", 1, [line(50, 60)], BEGAN + 10, BEGAN + 10)
     assert set(looks.judge(parts, BEGAN + 10)) == {"a", "b"}
     looks.note_refusals("b", 1, 1)
     assert set(looks.judge(parts, BEGAN + 10)) == {"b"}
-    looks.feed("judge", 1, [line(50, 60)], BEGAN + 10)
+    looks.feed("judge", 1, [line(50, 60)], BEGAN + 10, BEGAN + 10)
     assert set(looks.judge(parts, BEGAN + 10)) == {"b", "c"}
     assert looks.judge(parts, BEGAN + 10)["c"].title.startswith("judge refuses")
 
@@ -178,6 +178,26 @@ def test_no_batches_gives_way_but_not_to_what_is_more_certain() -> None:
     assert no_batches(still) is None
     found = no_batches(replace(still, ghosts=1))
     assert found is not None and "gone" in found.title
+
+
+def test_a_late_line_of_the_engine_does_not_prolong_a_refusal_that_ended() -> None:
+    """The engine delays its lines by up to 300 s. An environment counts its groups every 5 s."""
+    looks, (vllm, rg) = watch(engine(), environment("rg"))
+    looks.feed("vllm", 1, [line(300, 301)], BEGAN, BEGAN)
+    assert set(looks.judge((vllm, rg), BEGAN)) == {"rg"}
+    ended_after = []
+    for second in range(1, 26):
+        if second % 5 == 0:
+            looks.accepted("rg", 4, BEGAN + second)
+        if second == 15:
+            late = f"{line(331, 360)} (last 15 s ago)"
+            looks.feed("vllm", 1, [late], BEGAN + second, BEGAN + second)
+        if not looks.judge((vllm, rg), BEGAN + second):
+            ended_after.append(second)
+    assert ended_after == list(range(10, 26))
+    assert ended_after[0] + watcher.GONE_S < 30
+    looks.feed("vllm", 1, [line(400, 430)], BEGAN + 26, BEGAN + 26)
+    assert set(looks.judge((vllm, rg), BEGAN + 26)) == {"rg"}, "a new refusal"
 
 
 ENGINE = """import asyncio, sys

@@ -116,6 +116,7 @@ async def test_a_refusal_is_said_at_once_then_counted_and_counted_at_the_end(
         await end(served)
     assert said(caplog)[2].startswith("refused 50 requests to /generate (400): top_p=0.95: ")
     assert "[of 51 since " in said(caplog)[2]
+    assert said(caplog)[2].endswith("] (last 1 s ago)")
 
 
 async def test_options_that_are_left_out_are_said_once_then_counted(
