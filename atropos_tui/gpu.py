@@ -1,7 +1,7 @@
 """Access to NVML, the NVIDIA driver's library; no other module opens it.
 
 The driver may hang. The supervisor must not wait for it, so it reads through
-`supervisor.gpu_memory.Reader`.
+`supervisor.launchers.gpu_memory.Reader`.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def processes(stack: Stack) -> dict[str, psutil.Process]:
             found |= {name: engine[kind].pid for name, kind in ENGINE.items() if kind in engine}
     for process in psutil.process_iter(["pid", "ppid", "cmdline"]):
         title = " ".join(process.info["cmdline"] or [])
-        if process.info["ppid"] == status.supervisor_pid and "supervisor.guard" in title:
+        if process.info["ppid"] == status.supervisor_pid and "launchers.guard" in title:
             found["guard"] = process.pid
         elif f"--run-dir {stack.live.root}" in title and "attach" in title:
             found["screen"] = process.pid

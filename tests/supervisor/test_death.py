@@ -367,7 +367,7 @@ def guard_of(supervisor: int) -> int:
     for row in procfs.scan().values():
         if row.ppid == supervisor and row.alive:
             with contextlib.suppress(OSError):
-                if b"supervisor.guard" in Path(f"/proc/{row.pid}/cmdline").read_bytes():
+                if b"launchers.guard" in Path(f"/proc/{row.pid}/cmdline").read_bytes():
                     return row.pid
     return 0
 

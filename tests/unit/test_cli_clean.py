@@ -139,7 +139,7 @@ def crash(supervisor: ForkedProcess) -> None:
         row.pid
         for row in procfs.scan().values()
         if row.ppid == supervisor.pid
-        and b"supervisor.guard" in Path(f"/proc/{row.pid}/cmdline").read_bytes()
+        and b"launchers.guard" in Path(f"/proc/{row.pid}/cmdline").read_bytes()
     ]
     os.kill(guard, signal.SIGSTOP)
     supervisor.kill()

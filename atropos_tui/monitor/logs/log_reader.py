@@ -5,7 +5,7 @@ A reader keeps its file open, so that a rotation (`N.log` becomes `N.log.1`) los
 default it reads everything, for a pipe or a scrolling terminal. A *lossy* reader keeps a screen up
 to date: it starts near the end, reads one bounded chunk a call, skips ahead if it is late, and
 inserts a note about the skipped part. Each line has the time at which its end arrived, from
-`supervisor.logs`.
+`supervisor.processes.logs`.
 """
 
 from __future__ import annotations
