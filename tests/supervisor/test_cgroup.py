@@ -74,7 +74,7 @@ def hidden(tmp_path: Path, request: pytest.FixtureRequest) -> str:
         [
             str(wrapper),
             "-c",
-            "from atropos_tui.supervisor import procfs; print(procfs.describe_groups())",
+            "from atropos_tui.supervisor.processes import procfs; print(procfs.describe_groups())",
         ],
         capture_output=True,
         text=True,

@@ -33,7 +33,7 @@ HEADLESS = """
 import sys
 from pathlib import Path
 from atropos_common.system.run_dir import RunDir
-from atropos_tui.cli import slurm, up
+from atropos_tui.cluster import slurm; from atropos_tui.cli.start import up
 from atropos_tui.profile.spec import StackSpec
 slurm.ANSWER_S = 1.0
 stack = StackSpec.model_validate_json(sys.stdin.read())

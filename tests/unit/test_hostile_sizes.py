@@ -88,7 +88,7 @@ def test_a_configuration_of_any_length_is_not_read(tmp_path: Path) -> None:
 ASKS = """
 import os, sys
 from pathlib import Path
-from atropos_tui.profile import models
+from atropos_tui.profile.budget import models
 os.environ["PYTHONPATH"] = sys.argv[1]
 models.build(Path(sys.argv[1]), {"model_type": "strange"})
 """

@@ -24,7 +24,7 @@ from pathlib import Path
 from atropos_common.system.run_dir import RunDir
 from atropos_tui import streams
 streams.prepare()
-from atropos_tui.cli import up
+from atropos_tui.cli.start import up
 from atropos_tui.profile.spec import StackSpec
 stack = StackSpec.model_validate_json(Path(sys.argv[1]).read_text())
 sys.exit(streams.finish(up._headless(RunDir(Path(stack.run_dir)), stack, goes_on=False), ["up"]))
