@@ -6,7 +6,6 @@ import sys
 
 
 def main() -> int:
-    """Run the command line; return its exit code."""
     from atropos_tui import streams
 
     streams.prepare()  # before any import that may print

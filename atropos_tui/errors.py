@@ -1,8 +1,4 @@
-"""Errors that a user can correct, and the exit codes of the command line.
-
-A `UserError` is shown as its title and its problems, without a traceback. Each problem names the
-place, the reason and the fix.
-"""
+"""Errors that a user can correct, and the exit codes of the command line."""
 
 from __future__ import annotations
 
@@ -11,9 +7,8 @@ import sys
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+# A supervisor needs about eight open files for each component, plus its connections.
 LEAST_FILES = 128
-"""Smallest usable limit of open files: a supervisor needs about eight for each component, plus its
-connections."""
 
 
 class Exit(IntEnum):
@@ -30,24 +25,23 @@ class Exit(IntEnum):
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: the file, the key in it, the reason, and the fix."""
+    """One mistake and its fix."""
 
     reason: str
     fix: str = ""
     file: str = ""
     key: str = ""
     line: int | None = None
-    """Line of the key in `file`, counted from 1."""
+    """Line of the key, counted from 1."""
 
     @property
     def place(self) -> str:
-        """File, line and key, in the form that editors and terminals link to."""
+        """File, line and key, in the form that editors link to."""
         file = f"{self.file}:{self.line}" if self.file and self.line else self.file
         return ": ".join(part for part in (file, self.key) if part)
 
     @property
     def what(self) -> str:
-        """Place and reason in one line."""
         return f"{self.place}: {self.reason}" if self.place else self.reason
 
     def __str__(self) -> str:
@@ -56,7 +50,7 @@ class Problem:
 
 @dataclass
 class UserError(Exception):
-    """A mistake that the user can correct; its text lists every problem."""
+    """A mistake that the user can correct, shown without a traceback."""
 
     title: str
     problems: list[Problem] = field(default_factory=list)
@@ -74,11 +68,11 @@ class UserError(Exception):
 
 
 class Elsewhere(Exception):
-    """Raised by a command that has to run on another machine.
+    """A command that must run on another machine.
 
     Args:
-        prefix: command in front of ours, such as ssh or srun, that reaches the machine.
-        words: arguments to run there; None: the arguments of this command.
+        prefix: command in front of ours that reaches the machine, such as ssh or srun.
+        words: arguments to run there; None: those of this command.
     """
 
     def __init__(self, prefix: list[str], words: list[str] | None = None) -> None:
@@ -87,7 +81,7 @@ class Elsewhere(Exception):
         self.words = words
 
     def run(self, argv: list[str]) -> int:
-        """Run the command there, with this terminal and folder; return its exit code."""
+        """Run it there with this terminal; return the exit code."""
         # -P: modules in the current folder must not shadow installed ones.
         return subprocess.call(
             [*self.prefix, sys.executable, "-P", "-m", "atropos_tui", *(self.words or argv)]

@@ -1,13 +1,8 @@
-"""Filter for text that reaches a terminal.
+"""Filter for text that reaches a terminal. Programs, models and files of others may print anything.
 
-Programs, models and files of other people may print anything. `plain_text` drops what a terminal
-would obey: escape sequences (CSI, OSC with clipboard writes, DCS and similar), control characters
-and bidirectional overrides. Half a surrogate pair becomes a question mark, because neither a
-terminal nor a file accepts one.
-
-`gated()` filters standard output and standard error of a command; the screen filters each line that
-it draws with `harmless`. Callers need no filter of their own. Our own colours (`OWN_STYLES`) pass;
-our other control sequences go through `write_own`.
+`gated()` filters the output of a command, `harmless` each line that the screen draws. Escape
+sequences, control characters and bidirectional overrides are dropped. Only our own colours and
+`write_own` pass.
 """
 
 from __future__ import annotations
@@ -18,10 +13,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
+# Lines are cut here for display; the file keeps the rest.
 MAX_COLUMNS = 4096
-"""Characters of a line after which it is cut for display; the file keeps the rest."""
+# SGR codes that our commands print: dim, and seven colours of the terminal's palette.
 COLOURS = ("2", "31", "32", "33", "34", "35", "36", "96")
-"""SGR codes that our commands print: dim, and seven colours of the terminal's palette."""
 OWN_STYLES = frozenset({"\x1b[0m", *(f"\x1b[{code}m" for code in COLOURS)})
 
 _ESCAPES = re.compile(
@@ -33,22 +28,21 @@ _ESCAPES = re.compile(
     """,
     re.VERBOSE,
 )
+# C1 control characters, and Unicode's format characters (category Cf), which change how other
+# characters are read.
 _FORMATS = (
     "\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f"
     "\ufeff\ufff9-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001"
     "\U000e0020-\U000e007f"
 )
-"""C1 control characters, and Unicode's format characters (category Cf), which change how other
-characters are read."""
 _CONTROL = re.compile(f"[\x00-\x08\x0a-\x1f{_FORMATS}]")
+# All but tab, line feed and ESC, which `_ESCAPES` handles.
 _CONTROL_BUT_LINES = re.compile(f"[\x00-\x08\x0b-\x1a\x1c-\x1f{_FORMATS}]")
-"""Control characters except tab, line feed and ESC; `_ESCAPES` handles ESC."""
 _HALVES = re.compile("[\ud800-\udfff]")
 
 
 def plain_text(line: str) -> str:
-    """Make one line safe to show: remove control characters, expand tabs, and keep only the part
-    after the last carriage return."""
+    """Make one line safe to show; of text with carriage returns only the last part is kept."""
     # Cut before the expressions below, which would be slow on a line of megabytes; four characters
     # a column leave space for escape sequences.
     if len(line) > 4 * MAX_COLUMNS:
@@ -61,18 +55,17 @@ def plain_text(line: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Join several lines to one safe line, with `⏎` for each line break."""
+    """Join lines to one safe line, with `⏎` for each break."""
     return plain_text(text[: 4 * MAX_COLUMNS].replace("\r\n", "\n").replace("\n", "⏎"))
 
 
 def plain_lines(text: str) -> str:
-    """Make each line safe on its own, so that an unfinished escape sequence never hides the next
-    line."""
+    """Make each line safe on its own."""
     return "\n".join(map(plain_text, text.split("\n")))
 
 
 def harmless(text: str) -> str:
-    """Return `text` with only its line breaks, tabs and our own colours as control sequences."""
+    """Remove control sequences, except line breaks, tabs and our own colours."""
     if text.isprintable():  # the usual case, without an expression
         return text
     text = _ESCAPES.sub(lambda found: found[0] if found[0] in OWN_STYLES else "", text)
@@ -80,11 +73,7 @@ def harmless(text: str) -> str:
 
 
 class Gate:
-    """A text stream that writes `harmless` text to the stream behind it and delegates everything
-    else.
-
-    Only `user@host:RUN` writes bytes past it, for a screen that another machine draws.
-    """
+    """A text stream that writes `harmless` text to the stream behind it."""
 
     def __init__(self, stream: TextIO) -> None:
         self.behind = stream
@@ -103,7 +92,7 @@ class Gate:
 
 @contextmanager
 def gated() -> Iterator[None]:
-    """Put a `Gate` in front of standard output and standard error inside the `with` block."""
+    """Filter standard output and error inside the `with` block."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, Gate(stream) if stream else stream) for stream in before)
     try:
@@ -113,8 +102,7 @@ def gated() -> Iterator[None]:
 
 
 def write_own(stream: TextIO, text: str) -> None:
-    """Write past the gate. `text` may hold our own control sequences; the caller has made the rest
-    safe."""
+    """Write past the gate; `text` may hold our own control sequences."""
     target = stream.behind if isinstance(stream, Gate) else stream
     target.write(text)
     target.flush()

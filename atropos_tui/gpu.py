@@ -1,7 +1,6 @@
-"""Access to NVML, the NVIDIA driver's library; no other module opens it.
+"""NVML, the NVIDIA driver's library; no other module opens it.
 
-The driver may hang. The supervisor must not wait for it, so it reads through
-`supervisor.launchers.gpu_memory.Reader`.
+The driver may hang, so the supervisor reads through `supervisor.launchers.gpu_memory.Reader`.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ class Card:
     name: str = ""
     utilization: int | None = None
     processes: dict[int, int | None] | None = None
-    """Bytes by pid; inside a container these are pids of the host. None if the driver lists no
-    processes; the amount of one process may be unknown."""
+    """Bytes by pid of the host, None where unknown; None without a list of processes."""
     power_w: float | None = None
     temperature_c: int | None = None
     capability: tuple[int, int] = (0, 0)
@@ -48,8 +46,6 @@ class Card:
 
 @dataclass(frozen=True)
 class NvidiaDriver:
-    """Version of the NVIDIA driver, and its cards."""
-
     version: str
     cuda: tuple[int, int]
     """Newest supported CUDA version."""
@@ -57,11 +53,7 @@ class NvidiaDriver:
 
 
 class NoDriverError(Exception):
-    """This machine has no usable NVIDIA driver.
-
-    Args:
-        refuses: a driver is installed, but NVML cannot open it.
-    """
+    """This machine has no usable driver; `refuses`: one is installed, but cannot be opened."""
 
     def __init__(self, reason: str, *, refuses: bool = False) -> None:
         super().__init__(reason)
@@ -70,20 +62,15 @@ class NoDriverError(Exception):
 
 def given_here(environment: Mapping[str, str] = os.environ) -> str | None:
     """Return the GPUs that SLURM gave this process, in the form of `CUDA_VISIBLE_DEVICES`; None
-    outside a job, or in a job without GPUs.
-
-    SLURM numbers them as NVML does: the machine's cards, or only the job's cards where SLURM hides
-    the others. `SLURM_JOB_GPUS` always numbers the machine's cards.
-    """
+    without a job or GPUs."""
     return environment.get("CUDA_VISIBLE_DEVICES") if "SLURM_JOB_ID" in environment else None
 
 
 class Nvml:
-    """NVML through nvidia-ml-py, opened at the first reading and kept open until a reading fails.
+    """NVML, opened at the first reading and kept open until one fails.
 
     Args:
-        given: read only these cards, in this order, in the form of `CUDA_VISIBLE_DEVICES`
-            (`given_here`); None: all.
+        given: cards to read, in the form of `CUDA_VISIBLE_DEVICES`; None: all.
     """
 
     def __init__(self, given: str | None = None) -> None:
@@ -93,7 +80,7 @@ class Nvml:
         self._nodes: list[str] = []
 
     def read(self) -> list[Card]:
-        """Read every card, by index.
+        """Read every card.
 
         Raises:
             NoDriverError: there is no driver.
@@ -108,12 +95,8 @@ class Nvml:
             raise
 
     def driver(self) -> NvidiaDriver:
-        """Read the driver's versions, and each card with its compute capability. Memory is 0 bytes
-        where NVML does not report it, as under MIG.
-
-        Raises:
-            NoDriverError: there is no driver.
-        """
+        """Read versions, and cards with compute capability; 0 bytes where NVML reports no memory
+        (MIG)."""
         if self._library is None:
             self._open()
         library = self._library
@@ -132,8 +115,7 @@ class Nvml:
         )
 
     def has_open(self, pid: int, index: int) -> bool:
-        """Return True if the process with this local pid has the device file of card `index`
-        open."""
+        """Return True if process `pid` has the device file of card `index` open."""
         # NVML lists pids of the host. Inside a container such a number may belong to an unrelated
         # process, so the open device file is the proof.
         node = self._nodes[index] if index < len(self._nodes) else ""
@@ -143,7 +125,6 @@ class Nvml:
             return False
 
     def close(self) -> None:
-        """Close the driver; the next reading opens it again."""
         library, self._library, self._handles = self._library, None, []
         with contextlib.suppress(Exception):
             library.nvmlShutdown()
@@ -199,8 +180,7 @@ class Nvml:
 
 
 def read_driver() -> NvidiaDriver | str | None:
-    """Read the driver once: None without a driver, the error text if a driver is there but cannot
-    be opened."""
+    """Read the driver once; the error text if it cannot be opened, None without one."""
     nvml = Nvml(given_here())
     try:
         return nvml.driver()
@@ -211,8 +191,7 @@ def read_driver() -> NvidiaDriver | str | None:
 
 
 def _chosen(library: Any, handles: list[Any], given: str) -> list[Any]:
-    """Select the cards that `given` names, by index or by UUID prefix. Return all cards if one of
-    them does not exist, as in a container that shows only its own cards."""
+    # All cards if one of the given ones does not exist, as in a container that shows only its own.
     found = []
     for word in given.split(","):
         if word.isdecimal():

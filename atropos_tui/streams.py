@@ -1,8 +1,7 @@
-"""Standard input, output and error of a command that may be closed, not UTF-8, or on a full disk.
+"""Standard streams of a command that may be closed, not UTF-8, or on a full disk.
 
-Call `prepare` before everything else and `finish` at the end. The command goes on when a disk is
-full: lost bytes are counted, and reported in the output as soon as there is space and on standard
-error at the end.
+Call `prepare` first and `finish` last. On a full disk the command goes on: lost bytes are counted
+and reported.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+# These keep their exit code when output is lost, because it reports the outcome of a run.
 KEEPS_ITS_CODE = frozenset(
     {"up", "attach", "down", "start", "stop", "restart", "kill", "wait", "sweep", "compare"}
 )
-"""Commands that keep their exit code when output is lost: it reports the outcome of a run."""
 OUTPUT_LOST = 2
-"""Exit code of all other commands when output is lost."""
 
 
 class Output(io.FileIO):
@@ -29,8 +27,7 @@ class Output(io.FileIO):
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "wb", closefd=False)
-        self.lost = 0
-        """Bytes that were not written."""
+        self.lost = 0  # bytes that were not written
         self.problem = ""
         self._unreported = 0
 
@@ -64,8 +61,8 @@ _outputs: list[Output] = []
 
 
 def prepare() -> None:
-    """Open closed streams on `os.devnull`, and replace standard output and error by streams that
-    never raise for bad text or a full disk."""
+    """Open closed streams on `os.devnull`; make output and error never raise for bad text or a
+    full disk."""
     # A closed descriptor 0 to 2 would be reused by the next file that opens, and `print` would
     # write into that file.
     for descriptor in range(3):
@@ -90,7 +87,7 @@ def _stream(raw: Output, before: TextIO | None, errors: str) -> TextIO:
 
 
 def finish(code: int, argv: Sequence[str]) -> int:
-    """Flush standard output and report lost bytes; return the final exit code."""
+    """Flush, report lost bytes, and return the final exit code."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has left; without this, Python reports it again at exit

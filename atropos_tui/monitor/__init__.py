@@ -1,2 +1,1 @@
-"""Readers of a run's files, and everything computed from them: state, verdict, charts, reports. No
-Textual."""
+"""A run's files, and what is computed from them: state, verdict, charts, reports. No Textual."""

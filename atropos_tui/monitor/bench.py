@@ -1,10 +1,9 @@
-"""Figures of a run: its current pace, and the guides' BENCHMARK SUMMARY, for one run or several
-side by side.
+"""Figures of a run: its current pace, and the BENCHMARK SUMMARY for one run or several.
 
-    atropos-tui bench RUN... [--json]
+     atropos-tui bench RUN... [--json]
 
-A finished run of one attempt shows the trainer's own summary record. In other cases (still running,
-stopped, restarted) the figures are computed from the records, and the title says so.
+A finished run of one attempt shows the trainer's own summary; otherwise the figures come from the
+records.
 """
 
 from __future__ import annotations
@@ -53,40 +52,36 @@ from atropos_tui.monitor.run.state import (
 
 SETTLED = (State.COMPLETED, State.STOPPED, State.FAILED)
 ILL = (State.UNHEALTHY, State.BACKOFF, State.STOPPING, State.FAILED)
+# Newest steps over which live figures are averaged.
 WINDOW = 20
-"""Newest steps over which live figures are averaged."""
 
+# Name on the screen -> field of the timing record.
 PARTS = {"wait": "data_wait_s", "train": "train_s", "sync": "sync_s", "checkpoint": "checkpoint_s"}
-"""Parts of a step by their name on the screen -> field of the timing record."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Means over the newest `window` steps; None without data. Seconds, tokens, bytes.
-
-    The trainer's `step_s` is the whole step; time outside its parts is shown as `other`. A trainer
-    that excludes waiting from `step_s` has parts larger than the whole, and no `other`.
-    """
+    """Means over the newest `window` steps, in seconds, tokens and bytes; None without data."""
 
     window: int
     step_s: float | None
     parts: dict[str, float | None]
     waiting: float | None
-    """Share of the steps' time in which the trainer waited for rollouts."""
+    """Share of the time in which the trainer waited for rollouts."""
     engine_idle: float | None
     """Share of the time in which the engines had no request."""
     engine_capacity: float | None
-    """Used share of the engines' capacity; None if unknown."""
+    """Used share of the engines' capacity."""
     accepted_per_s: float | None
-    """Generated tokens that were trained on, per second."""
+    """Generated tokens that were trained on."""
     tokens_per_s: float | None
     steps_per_hour: float | None
     eta_s: float | None
-    """Seconds left, by the wall clock between steps, waiting included."""
+    """Time left by the wall clock, waiting included."""
 
 
 def pace(state: RunState, training_steps: int | None, window: int = WINDOW) -> Pace:
-    """Measure the newest steps of `state`; all steps once the trainer has written its summary."""
+    """Measure the newest steps; all steps once the trainer has written its summary."""
     timing = state.metric("step_s")
     window = timing.count if state.benchmark else window
     count = min(window, timing.count)
@@ -114,11 +109,7 @@ def pace(state: RunState, training_steps: int | None, window: int = WINDOW) -> P
 
 
 def _wall_per_step(series: Series, window: int, first_step: int) -> float | None:
-    """Return the seconds between consecutive steps of the current attempt, so that a restart does
-    not count as slow.
-
-    None for fewer than two steps, or if the clock ran backwards.
-    """
+    # Between steps of the current attempt only, so that a restart does not count as slow.
     newest = series.newest(window + 1)
     points = [
         (step, time)
@@ -131,20 +122,15 @@ def _wall_per_step(series: Series, window: int, first_step: int) -> float | None
 
 
 def tokens_per_second(state: RunState, count: int | None = None) -> float | None:
-    """Return tokens per second over the newest `count` steps (default: all), as total tokens over
-    total seconds."""
+    """Return total tokens over total seconds of the newest `count` steps (default: all)."""
     return _ratio(state.sums[TOKENS], state.metric("step_s"), count)
 
 
 def _idle_share(state: RunState, count: int) -> float | None:
-    """Return the engines' idle share over the newest `count` steps, weighted by seconds; None if no
-    step reports it."""
     return _ratio(state.sums[IDLE_S], state.sums[COUNTED_S], count)
 
 
 def _capacity_share(state: RunState, count: int) -> float | None:
-    """Return the engines' used capacity over the newest `count` steps, weighted by seconds; None if
-    no step reports it."""
     return _ratio(state.sums[CAPACITY_S], state.sums[RATED_S], count)
 
 
@@ -156,12 +142,12 @@ def _ratio(part: Series, whole: Series, count: int | None) -> float | None:
 
 @dataclass(frozen=True)
 class RunBenchmark:
-    """Figures of one run: seconds, bytes, tokens per second. None without data."""
+    """Figures of one run: seconds, bytes, tokens per second; None without data."""
 
     run: str
     mode: str
     source: str
-    """`trainer`: from its own summary; `records`: computed from its records."""
+    """`trainer`: its own summary; `records`: computed here."""
     attempts: int
     steps: int
     total_s: float | None
@@ -173,42 +159,37 @@ class RunBenchmark:
     avg_data_wait_s: float | None
     total_data_wait_s: float | None
     engine_idle_fraction: float | None
-    """Share of the time in which the engines had no request."""
     engine_capacity_used: float | None
-    """Used share of the engines' capacity, over the steps that report it."""
     accepted_tokens_per_s: float | None
-    """Generated tokens that were trained on, per second."""
     peak_bytes: int | None
     avg_bytes: int | None
     peak_rss_bytes: int | None
-    """Peak main memory of the trainer process."""
+    """Main memory of the trainer process."""
     tokens_per_s: float | None
     reward_first: float | None
-    """Mean reward of the first five steps."""
+    """Mean of the first five steps."""
     reward_last: float | None
-    """Mean reward of the last five steps."""
+    """Mean of the last five steps."""
     held_out: float | None = None
-    """Newest held-out accuracy of the first environment that reports one."""
+    """Newest accuracy of the first environment that evaluates."""
     checkpoint_bytes: int | None = None
-    """Size of the newest checkpoint."""
     exit_code: int | None = None
     """None while it runs, or if unknown."""
 
     @property
     def waiting_share(self) -> float | None:
-        """Share of all steps' time in which the trainer waited for rollouts."""
+        """Share of all steps' time without rollouts."""
         return summary.waiting_share(self)
 
 
 def benchmark_run(root: Path) -> RunBenchmark:
-    """Measure the run directory `root`. Missing files give None instead of an error."""
+    """Measure the run directory `root`; missing files give None."""
     info, state, _ = load_run(root)
     figures = benchmark_state(state, run=root.name, mode=info.mode)
     return replace(figures, exit_code=exit_code(RunDir(root)))
 
 
 def benchmark_runs(roots: Sequence[Path]) -> list[RunBenchmark]:
-    """Measure several runs."""
     return [
         replace(benchmark_run(root), run=name)
         for root, name in zip(roots, names_of(roots), strict=True)
@@ -258,15 +239,14 @@ def _computed(state: RunState) -> dict[str, float | int | None]:
 
 
 def _span(step: Series) -> float | None:
-    """Return the seconds from the first step's start to the last one's end; None if the clock was
-    set back."""
+    # From the first step's start to the last one's end; None if the clock was set back.
     if not step.times or any(later < earlier for earlier, later in pairwise(step.times)):
         return None
     return step.times[-1] - step.times[0] + step.values[0]
 
 
 def _possible(figures: RunBenchmark) -> RunBenchmark:
-    """Replace negative times and rates, which come from clocks that run backwards, by None."""
+    # Negative times and rates come from clocks that run backwards.
     nothing: dict[str, Any] = {
         name: None
         for name in RunBenchmark.__dataclass_fields__
@@ -289,10 +269,7 @@ def render_benchmarks(runs: Sequence[RunBenchmark]) -> str:
 
 
 def benchmarks_json(runs: Sequence[RunBenchmark]) -> str:
-    """Return `{"runs": [...]}`; a non-finite number is a string, as in the streams.
-
-    Each run after the first has `ratios` to it, for figures that both have.
-    """
+    """Return `{"runs": [...]}`, with `ratios` to the first run; non-finite numbers are strings."""
     rows: list[dict[str, object]] = [
         {
             key: _strict(value)
@@ -316,7 +293,7 @@ def _strict(value: object) -> object:
 
 
 def summary_sections(run: RunBenchmark) -> list[summary.Section]:
-    """Return the summary of one run as titles and figures; the first section has no name."""
+    """Return titles and figures of a summary; the first section has no name."""
     *sections, (memory, figures) = summary.summary_sections(run)
     learning = [
         ("Reward first 5 steps", _fraction(run.reward_first)),
@@ -343,8 +320,6 @@ def _summary(run: RunBenchmark) -> str:
 
 
 def _comparison(runs: Sequence[RunBenchmark]) -> str:
-    """Return a table with a row for each figure and a column for each run; `x` is the ratio to the
-    first run."""
     table = [["", *(one_line(f"{run.run} ({run.mode or '?'})") for run in runs)]]
     for title, name, write in _ROWS:
         values = [getattr(run, name) for run in runs]
@@ -361,7 +336,7 @@ def _comparison(runs: Sequence[RunBenchmark]) -> str:
 
 
 def ratio(value: float | None, base: float | None) -> float | None:
-    """Return `value` over `base`; None if either is missing or not finite."""
+    """Return `value` over `base`; None if one is missing or not finite."""
     if value is None or not base or not math.isfinite(real(value)) or not math.isfinite(real(base)):
         return None
     return real(value) / real(base)
@@ -375,6 +350,7 @@ def _fraction(value: float | None) -> str:
     return summary.figure_text(value, lambda real: f"{real:.3f}")
 
 
+# Title, field, formatter.
 _ROWS = (
     ("Total time", "total_s", summary.seconds_text),
     ("Steps", "steps", summary.whole_text),
@@ -397,18 +373,16 @@ _ROWS = (
     ("Reward, last 5", "reward_last", _fraction),
     ("Accuracy held out", "held_out", _fraction),
 )
-"""Rows of a comparison: title, field, formatter."""
 
 
 class Progress:
-    """One-line progress of one of several stacks, from its files only: no socket."""
+    """One-line progress of one of several stacks, from its files."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._feed, self._state = RunFeed(run), RunState()
         self._info: RunInfo | None = None
-        self.components: dict[str, str] = {}
-        """Last known state of each component."""
+        self.components: dict[str, str] = {}  # last known state of each component
 
     def refresh(self) -> None:
         """Read the new records."""
@@ -422,7 +396,7 @@ class Progress:
 
     @property
     def phase(self) -> str:
-        """Phase in words: how it ended, which component it waits for, or training."""
+        """Its end, the components it waits for, or training."""
         result = read_json(self._run.result_json)
         if result:
             code = result.get("exit_code")
@@ -447,7 +421,6 @@ class Progress:
         return f"starting {', '.join(waiting)}" if waiting else "waiting for the first batch"
 
     def line(self) -> str:
-        """Return step, reward, seconds a step, time left, and phase."""
         steps = self._info.training_steps if self._info else None
         now = pace(self._state, steps)
         reward = self._state.metric("reward_mean").values

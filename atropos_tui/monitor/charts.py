@@ -1,4 +1,4 @@
-"""Catalogue of charts: their curves, colours and axis limits.
+"""Charts: the catalogue, their curves, colours and axis limits.
 
 To add a metric, add it to `CHARTS`; a view of the screen (`ui/views.py`) and `PAGE` decide where it
 is drawn.
@@ -16,30 +16,29 @@ from atropos_common.protocol.records import (
 )
 from atropos_tui.monitor.format import bytes_text, number, seconds_text
 
+# Formatter of curve values, by unit.
 WRITERS: dict[str, Callable[[float | None], str]] = {
     "": number,
     "s": seconds_text,
     "bytes": bytes_text,
 }
-"""Formatter of curve values, by unit."""
-Range = tuple[float | None, float | None]
-"""Lower and upper bound; None: unbounded."""
+Range = tuple[float | None, float | None]  # lower and upper bound; None: open
 
 
 @dataclass(frozen=True)
 class CurveSpec:
-    """One curve of a chart: its label, and the field of the trainer's records that it shows."""
+    """One curve: its label, and the field of the trainer's records."""
 
     label: str
     metric: str
     colour: str = "primary"
-    """Theme colour: primary, accent, success or warning."""
+    """Theme colour."""
     scatter: bool = False
 
 
 @dataclass(frozen=True)
 class ChartSpec:
-    """Curves over optimizer steps with one vertical axis."""
+    """Curves with one vertical axis."""
 
     name: str
     curves: tuple[CurveSpec, ...]
@@ -54,21 +53,23 @@ class ChartSpec:
     log: bool = False
     healthy: Range | None = None
     over_seconds: bool = False
-    """Plot over seconds before now instead of steps."""
+    """Over seconds before now instead of steps."""
 
     @property
     def health(self) -> str:
-        """Healthy range in words; empty if there is none."""
+        """Healthy range in words."""
         if self.healthy is None:
             return ""
         low, high = self.healthy
         return f"healthy below {high:g}" if low is None else f"healthy from {low:g} to {high:g}"
 
 
+# Curves that are no fields of a trainer's record: accuracy by environment and split, and groups
+# queued in run-api.
 HELD_OUT, QUEUE = "held-out", "queue"
-"""Curves that are not fields of a trainer's record: accuracy by environment and split, and groups
-queued in run-api over the seconds that the screen was open."""
 
+# Batch means and durations are smoothed. Learning rate, maxima, policy lag and counts are exact:
+# their averages would be values that never occurred.
 NOISY = frozenset(
     {
         "reward_mean",
@@ -93,8 +94,6 @@ NOISY = frozenset(
         "tokens_per_s",
     }
 )
-"""Metrics that are smoothed: batch means and durations. Learning rate, maxima, policy lag and
-counts are exact; their averages would be values that never occurred."""
 
 CHARTS = {
     "reward": ChartSpec(
@@ -214,11 +213,10 @@ CHARTS = {
     ),
     "tokens": ChartSpec("Tokens/s", (CurveSpec("trained", "tokens_per_s"),), low=0.0),
 }
-"""Charts of the screen, by name."""
 
 
 def chart_of(metric: str) -> ChartSpec:
-    """Return a chart for any curve, by its name in `RunState.metric`."""
+    """Return a chart for any curve of `RunState.metric`."""
     is_time = (metric.endswith("_s") and not metric.endswith("_per_s")) or metric.startswith(
         "sync/"
     )
@@ -271,5 +269,4 @@ PAGE = (
         low=0.0,
     ),
 )
-"""Charts of a report, in reading order. Compared with the screen, they have more curves, longer
-names, and axes mostly fitted to the data."""
+"""Charts of a report, in reading order."""

@@ -28,17 +28,16 @@ _LOOKS: dict[State, tuple[str, Tone]] = {
     State.COMPLETED: ("✔", "good"),
 }
 GLYPHS = {state: glyph for state, (glyph, _) in _LOOKS.items()}
+# Everything coloured also has a glyph and a word.
 TONES: dict[str, Tone] = {state: tone for state, (_, tone) in _LOOKS.items()}
-"""Tone of each state, by name; everything coloured also has a glyph and a word."""
 
 
 def glyph_and_word(state: State) -> str:
-    """Return the display form of a state, readable without colour."""
     return f"{GLYPHS[state]} {state.value}"
 
 
 def real(value: float) -> float:
-    """Convert to float; an integer beyond the range of floats becomes infinite."""
+    """Convert to float; an integer beyond its range becomes infinite."""
     try:
         return float(value)
     except OverflowError:
@@ -51,8 +50,7 @@ def masked_line(text: str) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
-    """Return a line for each row, with aligned cells; the columns numbered in `right` are
-    right-aligned."""
+    """Align the cells of rows; the columns numbered in `right` are right-aligned."""
     right = set(right)
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = []
@@ -73,7 +71,7 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return `9.3 s`, `2:05`, `1:02:05` or `3 d 04 h`; `–` for None."""
+    """Return `9.3 s`, `2:05`, `1:02:05` or `3 d 04 h`."""
     if seconds is None or not math.isfinite(seconds):
         return "–" if seconds is None else str(seconds)
     if seconds < 10:
@@ -108,12 +106,12 @@ def bytes_text(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """Return `37%` for the value 37; `–` for None."""
+    """Return `37%` for the value 37."""
     return "–" if value is None else f"{value:.0f}%"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return a short text for any magnitude: `0.912`, `4.1e-07`, `12,300`, `NaN`; `–` for None."""
+    """Return a short text for any magnitude: `0.912`, `4.1e-07`, `12,300`, `NaN`."""
     if value is None:
         return "–"
     value = real(value)
@@ -128,7 +126,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def reason_of(record: StateRecord) -> str:
-    """Return the reason of a transition and, in backoff, the seconds to the next start."""
+    """Return the reason of a transition, and in backoff the time to the next start."""
     again = (
         ""
         if record.retry_at is None

@@ -1,8 +1,7 @@
-"""Comparison of runs: curves on common axes, seeds of one setting as a band, differing settings,
-final values.
+"""Comparison of runs: common axes, seeds of one setting as a band, differing settings, final
+values.
 
-Used by the screen, `compare` and `report RUN RUN`. Two runs have one setting if their resolved
-profiles differ in seed, ports and names only.
+Two runs have one setting if their resolved profiles differ in seed, ports and names only.
 """
 
 from __future__ import annotations
@@ -29,16 +28,13 @@ from atropos_tui.monitor.run.run_files import RunInfo, load_run, names_of, read_
 from atropos_tui.monitor.run.series import Series, mean
 from atropos_tui.monitor.run.state import RunState
 
+# Final values are means over the newest steps: at most `LAST`, and one part in `LAST_SHARE` of the
+# shortest run.
 LAST, LAST_SHARE = 20, 4
-"""The final value of a run is the mean over its newest steps: at most `LAST`, and at most one part
-in `LAST_SHARE` of the shortest run. All runs use the same number."""
-PLACES = 300
-"""Limit of the points of a band."""
-POINTS = 2_000
-"""Limit of the points of a curve."""
+PLACES = 300  # points of a band
+POINTS = 2_000  # points of a curve
 NONE = "–"
-MOST_WORDS = 3
-"""Limit of the settings in a label."""
+MOST_WORDS = 3  # settings in a label
 _NOT_A_SETTING = ("name", "prepare", "notify")
 SEED = "seed"
 
@@ -64,8 +60,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class MetricLine:
-    """A metric of one setting along an axis. For several runs: means, and the lowest and highest
-    values."""
+    """A metric of one setting along an axis; for several runs mean, lowest and highest values."""
 
     label: str
     places: Sequence[float]
@@ -74,11 +69,10 @@ class MetricLine:
     high: Sequence[float] = ()
     smoothing: int = 0
     last: float | None = None
-    """Final value: mean over the newest steps (`last_steps`), and over the runs."""
+    """Mean over the newest steps (`last_steps`) and the runs."""
 
 
 def read_runs(roots: Sequence[Path]) -> list[RunCurves]:
-    """Read all files of several runs."""
     found = []
     for root, name in zip(roots, names_of(roots), strict=True):
         info, state, _ = load_run(root)
@@ -87,7 +81,7 @@ def read_runs(roots: Sequence[Path]) -> list[RunCurves]:
 
 
 def settings_of(run: RunDir) -> dict[str, str]:
-    """Return the settings in a run's profile.toml by dotted key; empty without that file."""
+    """Return the settings in profile.toml by dotted key; empty without that file."""
     return {
         masked_line(key): masked_line(str(value))
         for key, value in _flat(read_toml(run.profile_toml))
@@ -98,11 +92,8 @@ def settings_of(run: RunDir) -> dict[str, str]:
 
 
 def _flat(table: dict[str, Any], before: str = "") -> Iterator[tuple[str, object]]:
-    """Yield dotted keys and values; an entry in an array of tables goes by its name, else by its
-    index.
-
-    For GPUs only the number counts: which ones were used does not distinguish settings.
-    """
+    # Entries of an array of tables go by their name, else by their index. Of GPUs only the number
+    # counts.
     for key, value in table.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{before}{key}.")
@@ -117,8 +108,7 @@ def _flat(table: dict[str, Any], before: str = "") -> Iterator[tuple[str, object
 
 
 def differing(runs: Sequence[RunCurves]) -> dict[str, list[str]]:
-    """Return the settings that differ between `runs`, with the value of each run; the seed comes
-    last."""
+    """Return the settings that differ, with each run's value; the seed comes last."""
     keys = sorted({key for run in runs for key in run.settings}, key=lambda key: (key == SEED, key))
     found = {key: [run.settings.get(key, NONE) for run in runs] for key in keys}
     return {key: values for key, values in found.items() if len(set(values)) > 1}
@@ -148,7 +138,7 @@ def by_setting(runs: Sequence[RunCurves]) -> list[Setting]:
 
 
 def _telling(rows: Sequence[Sequence[str]]) -> list[int]:
-    """Choose, greedily, few columns in which all `rows` differ; among equal ones the first."""
+    # Greedily, few columns in which all `rows` differ.
     chosen: list[int] = []
     while len({tuple(row[at] for at in chosen) for row in rows}) < len(rows):
         rest = [at for at in range(len(rows[0])) if at not in chosen]
@@ -171,11 +161,7 @@ def _words(settings: Sequence[tuple[str, str]]) -> str:
 def lines(
     settings: Sequence[Setting], metric: str, along: Along, smoothing: int = 0
 ) -> list[MetricLine | None]:
-    """Return the curve of `metric` for each setting; None if no run has it.
-
-    Either all curves are smoothed or none: a smooth one beside a noisy one would look like a
-    difference.
-    """
+    """Return the curve of `metric` for each setting; None without data."""
     longest = max(
         (len(run.state.metric(metric)) for setting in settings for run in setting.runs), default=0
     )
@@ -207,7 +193,7 @@ def _line(setting: Setting, metric: str, along: Along, span: int, count: int) ->
 def _band(
     curves: Sequence[tuple[list[float], list[float]]],
 ) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Return places, means, minima and maxima of the curves that reach each place."""
+    # Places, means, minima and maxima of the curves that reach each place.
     everywhere = sorted({place for places, _ in curves for place in places})
     places = (
         everywhere
@@ -228,7 +214,7 @@ def _band(
 
 
 def _between(places: Sequence[float], values: Sequence[float], place: float) -> float | None:
-    """Interpolate linearly at `place`; None outside the curve, and beside a gap."""
+    # None outside the curve, and beside a gap.
     at = bisect_left(places, place)
     if at == len(places) or (at == 0 and places[0] > place):
         return None
@@ -243,7 +229,7 @@ def _between(places: Sequence[float], values: Sequence[float], place: float) -> 
 
 
 def last_steps(runs: Iterable[RunCurves]) -> int:
-    """Return the number of newest steps in the final value of each of these runs."""
+    """Return the number of newest steps in each run's final value."""
     shortest = min(
         (count for run in runs if (count := len(run.state.metric("reward_mean")))), default=LAST
     )
@@ -251,7 +237,6 @@ def last_steps(runs: Iterable[RunCurves]) -> int:
 
 
 def final(series: Series, count: int) -> float | None:
-    """Return the mean of the newest `count` values; None without values."""
     return mean(series.tail(count))
 
 
@@ -297,15 +282,13 @@ def final_table(runs: Sequence[RunCurves]) -> list[list[str]]:
 
 
 def settings_table(runs: Sequence[RunCurves]) -> list[list[str]]:
-    """Return titles and a row for each differing setting except the seed; empty if there is
-    none."""
+    """Return titles and a row for each differing setting except the seed, if any."""
     rows = [[key, *values] for key, values in differing(runs).items() if key != SEED]
     return [["setting", *(run.name for run in runs)], *rows] if rows else []
 
 
 def seeds_table(runs: Sequence[RunCurves]) -> list[list[str]]:
-    """Return titles and a row for each setting with several runs: mean, minimum, maximum; empty if
-    there is none."""
+    """Return titles and a row for each setting with several runs, if any."""
     several = [setting for setting in by_setting(runs) if len(setting.runs) > 1]
     evaluated, count = splits(runs), last_steps(runs)
     rows = [["setting", f"reward, last {counted(count, 'step')}", *evaluated]] if several else []

@@ -13,17 +13,13 @@ from statistics import quantiles
 from atropos_tui.monitor.run.series import Series, averaged
 from atropos_tui.monitor.run.state import RunState
 
+# Outliers are this far from the middle half, in multiples of its width: Tukey's far-out values.
 FENCE = 6.0
-"""Distance from the middle half, in multiples of its width, beyond which values are outliers."""
-MOST_OUTLIERS = 0.05
-"""Largest share of points that can be outliers."""
-FEWEST = 12
-"""Smallest number of points from which a range is computed."""
-SPANS = 5
-"""Shortest curve that is smoothed, in spans of the moving average."""
+MOST_OUTLIERS = 0.05  # largest share of points that can be outliers
+FEWEST = 12  # points needed for a range
+SPANS = 5  # shortest curve that is smoothed, in spans of the moving average
+# Axis of a young run: its first length in steps, its growth factor, and the factor of free space.
 SHORTEST_AXIS, GROWTH, MARGIN = 10.0, 1.3, 1.05
-"""Axis of a young run: its first length in steps, its growth factor, and the factor of free
-space."""
 
 
 class Along(StrEnum):
@@ -36,38 +32,35 @@ class Along(StrEnum):
 
 @dataclass(frozen=True)
 class Lens:
-    """View settings shared by all charts of a screen, so that they show the same moment."""
+    """View settings that all charts of a screen share."""
 
     along: Along = Along.STEPS
     first: float | None = None
     """Start of the shown axis; None: its beginning."""
     last: float | None = None
-    """End of the shown axis; None: its end, also while that moves."""
+    """End of the shown axis; None: its moving end."""
     newest: float | None = None
-    """Length at the moving end of the axis to show; replaces `first` and `last`."""
+    """Length at the moving end to show, instead of `first` and `last`."""
     whole_plan: bool = False
     """Extend the axis to the planned end of the run."""
     cursor: float | None = None
-    """Place at which values are read; None: at the end."""
+    """Place at which values are read; None: the end."""
     smoothing: int = 10
     """Span of the moving average in points; 0: none."""
     cuts_outliers: bool = True
     other_axis: frozenset[str] = field(default_factory=frozenset)
-    """Names of charts with the vertical axis switched between linear and logarithmic."""
+    """Charts whose axis the user switched between linear and logarithmic."""
 
     def window(self, first: float, last: float) -> tuple[float, float]:
-        """Return the shown part of the axis from `first` to `last`."""
+        """Return the shown part of the axis."""
         if self.newest is not None:
             return max(first, last - self.newest), last
         return first if self.first is None else self.first, last if self.last is None else self.last
 
 
 def axis_end(newest: float, planned: float) -> float:
-    """Return the last step of a run's axis: the plan from half of it on, before that at most
-    `GROWTH` times `newest`.
-
-    It grows in jumps, so that curves do not shift with every step.
-    """
+    """Return the last step of an axis: the plan from half of it on, before that at most `GROWTH`
+    times `newest`."""
     if newest >= planned / 2:  # late enough that the rest of the plan is worth its width
         return max(newest, planned)
     end = SHORTEST_AXIS
@@ -78,18 +71,13 @@ def axis_end(newest: float, planned: float) -> float:
 
 @dataclass
 class Looking:
-    """Holder of the shared lens. A chart changes it at once, because the next key may already be
-    waiting."""
+    """Holder of the shared lens."""
 
     lens: Lens
 
 
 class Ruler:
-    """Positions of a run's steps on an axis, at the moment of its creation.
-
-    It copies its input from `state`, because series may grow, or lose their end to a restart. Later
-    steps get the position of its end.
-    """
+    """Positions of a run's steps on an axis, at the moment of its creation."""
 
     def __init__(self, state: RunState, along: Along) -> None:
         self._along = along
@@ -143,8 +131,8 @@ def _sums(series: Series) -> Iterator[float]:
 
 
 def smoothed(values: Sequence[float], span: float) -> list[float]:
-    """Exponential moving average with weight 2 / (span + 1), bias-corrected as Adam's moments are.
-    Non-finite values are kept in place and do not enter the average."""
+    """Exponential moving average with weight 2 / (span + 1), bias-corrected as Adam's moments
+    are."""
     keep = 1 - 2 / (span + 1)
     total = weight = 0.0
     found = []
@@ -164,17 +152,12 @@ def smooth(series: Series, span: int, most: int) -> Series:
 
 
 def is_smoothed(points: int, span: int) -> bool:
-    """Return True if there are enough points for an average over `span`."""
     return span > 1 and points >= SPANS * span
 
 
 def sensible_range(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the value range without outliers; None if there are none, or if the range would hardly
-    shrink.
-
-    Outliers are few (`MOST_OUTLIERS`) and far (`FENCE`) from the middle half, as Tukey's far-out
-    values. A curve that is mostly constant has none: its moves are what matters.
-    """
+    """Return the value range without outliers; None if there are none, or the range would hardly
+    shrink."""
     finite = sorted(value for value in values if math.isfinite(value))
     if len(finite) < FEWEST:
         return None
@@ -196,7 +179,7 @@ def sensible_range(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def value_at(places: Sequence[float], values: Sequence[float], place: float) -> float | None:
-    """Return the value at `place`, or of the last point before it; None before the first."""
+    """Return the value at `place`, or of the last point before it."""
     at = bisect_right(places, place)
     return values[at - 1] if at else None
 
@@ -212,8 +195,8 @@ class Mark:
     time: float = 0.0
 
 
+# At one place, the first kind in this order is shown.
 MARKS = {"restart": "↻", "diagnosis": "▲", "evaluation": "◇", "checkpoint": "▪"}
-"""Glyph of each kind; at one place, the first kind in this order is shown."""
 
 
 def marks(state: RunState) -> list[Mark]:

@@ -1,7 +1,6 @@
 """Replay a recorded run on the screen as if it were live: `Replay(Recording.load(run))`.
 
-`Replay` replaces everything that the screen reads of a live run: `feed` (the streams), `control`
-(the supervisor), `logs` (the components' logs) and `clock` (the wall clock). It is read-only and
+`Replay` has all that the screen reads of a live run: `feed`, `control`, `logs` and `clock`. It
 refuses every command.
 """
 
@@ -52,18 +51,17 @@ from atropos_tui.monitor.run.run_files import (
 from atropos_tui.monitor.run.state import RunState
 from atropos_tui.supervisor.client import Refused
 
+# Records of one read, so that a jump does not block the screen.
 RECORDS_AT_ONCE = 1_000
-"""Limit of the records of one read, so that a jump does not block the screen."""
 LINES_AT_ONCE = 500
+# Logs from before the target of a jump are shown too.
 LOOKBACK_S = 60.0
-"""Seconds of logs shown from before the target of a jump."""
 SLOWEST, FASTEST = 1 / 16, 4096.0
 STATUS = (ComponentRecord, GaugesRecord)
-"""Records from which a status is built."""
+# Records that the screen lists as events.
 EVENTS = (StateRecord, DiagnosisRecord, CommandRecord, CheckpointRecord)
-"""Records that the screen lists as events."""
+# Parts of the recording; an arrow key moves by one of them.
 SEEKS = 50
-"""Parts of the recording; an arrow key moves by one of them."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class Recording:
     records: list[Record]
     bad_lines: int
     final: RunStatus
-    """Status of the run at the end of its files."""
+    """Status at the end of the files."""
 
     def events(self) -> list[float]:
         """Return the times of events, ascending and without duplicates."""
@@ -85,7 +83,7 @@ class Recording:
         return sorted({at for at, record in pairs if isinstance(record, EVENTS)})
 
     def time_of(self, step: int) -> float | None:
-        """Return the time of that step, or of the first later one; None if there is none."""
+        """Return the time of that step, or of the first later one."""
         pairs = zip(self.times, self.records, strict=True)
         return next(
             (at for at, record in pairs if isinstance(record, StepRecord) and record.step >= step),
@@ -94,7 +92,7 @@ class Recording:
 
     @classmethod
     def load(cls, run: RunDir) -> Recording:
-        """Read every stream of `run` to its current end; count and skip invalid lines."""
+        """Read every stream of `run`; count and skip invalid lines."""
         timed, bad_lines = [], 0
         for path in streams(run):
             records, bad = _read(path)
@@ -125,8 +123,6 @@ def _read(path: Path) -> tuple[list[Record], int]:
 
 
 def _ascending(records: list[Record]) -> list[float]:
-    """Return a due time for each record that keeps the order of the file, even if a clock was set
-    back."""
     # Backwards: a record is due no later than any record after it in the same file.
     times, latest = [], math.inf
     for record in reversed(records):
@@ -139,8 +135,8 @@ def _ascending(records: list[Record]) -> list[float]:
 
 
 class ReplayClock:
-    """Time of the recording: `speed` times as fast as the wall clock; stopped while paused and at
-    the end."""
+    """Time of the recording, `speed` times as fast as the wall clock; stopped while paused and
+    at the end."""
 
     def __init__(
         self,
@@ -152,8 +148,7 @@ class ReplayClock:
         """Args: `first`, `last`: Unix seconds; `ticks`: seconds of a monotonic clock."""
         self.first, self.last = first, last
         self.paused = False
-        self.jumps = 0
-        """Number of seeks."""
+        self.jumps = 0  # seeks so far
         self._speed = speed
         self._ticks = ticks
         self._at, self._since = first, ticks()
@@ -180,25 +175,22 @@ class ReplayClock:
         self.paused = not self.paused
 
     def faster(self, factor: float) -> None:
-        """Multiply the speed, within its limits."""
         self._settle()
         self._speed = min(max(self._speed * factor, SLOWEST), FASTEST)
 
     def seek(self, at: float) -> None:
-        """Continue from `at`, limited to the recording."""
         self._at, self._since = min(max(at, self.first), self.last), self._ticks()
         self.jumps += 1
 
     def seek_event(self, events: Sequence[float], direction: int) -> None:
-        """Seek to the next or previous of `events` (ascending), or to the end or beginning if there
-        is none."""
+        """Seek to the next or previous of `events` (ascending), else to the end or beginning."""
         now = self.now()
         at = bisect_right(events, now) if direction > 0 else bisect_left(events, now) - 1
         end = self.last if direction > 0 else self.first
         self.seek(events[at] if 0 <= at < len(events) else end)
 
     def skip(self, parts: int) -> None:
-        """Seek by this many parts of the whole."""
+        """Seek by parts of the whole (`SEEKS`)."""
         self.seek(self.now() + parts * (self.last - self.first) / SEEKS)
 
     def _settle(self) -> None:
@@ -206,16 +198,14 @@ class ReplayClock:
 
 
 class ReplayFeed:
-    """Due records, with the interface of `feed.RunFeed`. Read it from one thread at a time."""
+    """Due records, with the interface of `RunFeed`. Read it from one thread at a time."""
 
     def __init__(self, recording: Recording, clock: ReplayClock) -> None:
         self._recording, self._clock = recording, clock
         self._next = 0
-        self._seen = RunState()
-        """State from the supervisor's records up to now."""
+        self._seen = RunState()  # state of the supervisor's records so far
         self._steps = False
         self.status = self._status()
-        """Status of the run at the last read."""
 
     @property
     def bad_lines(self) -> int:
@@ -226,8 +216,7 @@ class ReplayFeed:
         return []
 
     def read(self) -> RecordBatch:
-        """Return the records that became due since the last call; all due records after a seek
-        back."""
+        """Return the records that became due; all due records after a seek back."""
         due = bisect_right(self._recording.times, self._clock.now())
         from_start = due < self._next
         if from_start:  # states cannot be rolled back: build a new one
@@ -287,7 +276,7 @@ class ReplayControl:
 
 
 class ReplayLogs:
-    """Due log lines of the followed components, with the interface of `log_buffer.LogFeed`."""
+    """Due log lines, with the interface of `LogFeed`."""
 
     def __init__(self, run: RunDir, clock: ReplayClock) -> None:
         self._run, self._clock = run, clock
@@ -304,8 +293,8 @@ class ReplayLogs:
         return self._run.log(name, attempts[name]) if name in attempts else None
 
     def read(self, names: tuple[str, ...]) -> list[LogEntry]:
-        """Return the lines due since the last call; after a change of `names` or a seek, those of
-        the last minute."""
+        """Return the lines due since the last call; after a seek or a change of `names`, the
+        last minute."""
         if (names, self._clock.jumps) != (self._following, self._jumps):
             self._begin(names)
         entries: deque[LogEntry] = deque(maxlen=LINES_AT_ONCE)
@@ -344,7 +333,6 @@ class Replay:
     def __init__(
         self, recording: Recording, speed: float = 1.0, ticks: Callable[[], float] = time.monotonic
     ) -> None:
-        """Args: `recording` has at least one record."""
         self.recording = recording
         self.clock = ReplayClock(recording.times[0], recording.times[-1], speed, ticks)
         self.feed = ReplayFeed(recording, self.clock)

@@ -1,8 +1,7 @@
-"""HTML reports: `render_report(RUN, status, now)` for one run, `render_overlay(RUNS, now)` to
-compare several.
+"""HTML reports: `render_report` of one run, `render_overlay` to compare several.
 
-The page is self-contained: no script, no network. All content comes from the runs' files; output of
-programs and models is stripped of control characters and escaped.
+A page has no script and uses no network. Output of programs and models is stripped of control
+characters and escaped.
 """
 
 from __future__ import annotations
@@ -74,31 +73,24 @@ from atropos_tui.profile.redact import mask
 from trainer_core.config import TrainingConfig
 
 INTERRUPTED = 130
-"""Exit code of a run that its user ended; equals `errors.Exit`."""
+# Rollouts on the page: whole groups, newest first, until this number is reached.
 SAMPLES = 24
-"""Rollouts on the page: whole groups, newest first, until this number is reached."""
-QUESTION_CHARS = 300
-"""Characters of a group's question in its heading; the whole prompt follows below."""
+QUESTION_CHARS = 300  # of a group's question in its heading
+# Longer prompts, completions and profiles are cut; the run's files have the rest.
 TEXT_CHARS, PROFILE_CHARS = 2_000, 100_000
-"""Characters above which a prompt, completion or profile is cut; the run's files have the rest."""
 
 
 @dataclass
 class Lane:
-    """States of one component over time: bars in percent of the whole time."""
+    """States of one component over time."""
 
     name: str
     bars: list[tuple[float, float, str, str]] = field(default_factory=list)
-    """Left, width, state, and description."""
+    """Left and width in percent of the whole time, state, description."""
 
 
 def render_report(run: RunDir, status: RunStatus, now: float) -> str:
-    """Return the page as text that UTF-8 can encode.
-
-    Args:
-        status: current status, from the supervisor or the files.
-        now: Unix seconds of the report.
-    """
+    """Return the page as text that UTF-8 can encode; `now` in Unix seconds."""
     info, state, feed = load_run(run.root)
     figures = benchmark_state(state, run=run.root.name, mode=info.mode or status.mode)
     end = _end(status, state, now)
@@ -141,7 +133,7 @@ def _page(template: str, now: float, **values: object) -> str:
 
 
 def environment() -> Environment:
-    """Return the environment for the templates in this folder; it escapes all inserted values."""
+    """Return the environment for the templates in this folder; it escapes inserted values."""
     loader = PackageLoader("atropos_tui.monitor", package_path=".")
     return Environment(
         loader=loader,
@@ -165,7 +157,6 @@ def _identity(info: RunInfo, status: RunStatus) -> str:
 
 
 def _verdict(status: RunStatus) -> tuple[str, str]:
-    """Return words and tone; the words are enough without colour."""
     if status.phase is not Phase.ENDED:
         return f"● {status.phase.value}", "good"
     if is_crashed(status):
@@ -180,13 +171,12 @@ def _verdict(status: RunStatus) -> tuple[str, str]:
 
 
 def _sentence(status: RunStatus, info: RunInfo, state: RunState, now: float) -> tuple[str, str]:
-    """Return the verdict as on the screen and in `why`, and its tone."""
     found = verdict(status, info, state, now)
     return masked_line(found.line), found.tone
 
 
 def _learned(state: RunState) -> str:
-    """Return the held-out accuracy of every environment and split, first and newest."""
+    # First and newest held-out accuracy of every environment and split.
     found = {name: series for name, series in state.evals.items() if len(series) > 1}
     return "; ".join(
         f"{masked_line(name)} {number(series.values[0])} → {number(series.last)}"
@@ -261,7 +251,6 @@ def _clock(at: float) -> str:
 
 
 def _end(status: RunStatus, state: RunState, now: float) -> float:
-    """Return the end time of the run; `now` while it runs."""
     if status.phase is not Phase.ENDED:
         return now
     times = [record.time for record in state.transitions] + [state.trainer_time or 0.0]
@@ -278,8 +267,7 @@ def _start(state: RunState, end: float) -> float:
 
 
 def lanes(state: RunState, end: float) -> list[Lane]:
-    """Return the states of each component from the first transition to `end`; resting states other
-    than failed leave a gap."""
+    """Return the states of each component up to `end`; resting states except failed leave a gap."""
     start = _start(state, end)
     whole = max(end - start, 1e-3)
     found: dict[str, Lane] = {}
@@ -343,8 +331,6 @@ def exit_words(code: int | None) -> str:
 
 
 def _block(text: str, most: int) -> str:
-    """Return text of several lines, masked, without control characters, cut to `most`
-    characters."""
     cut = text[:most]
     lines = [mask(plain_text(line)) for line in cut.replace("\r\n", "\n").split("\n")]
     more = f"\n… {len(text) - most:,} more characters" if len(text) > most else ""
@@ -352,8 +338,7 @@ def _block(text: str, most: int) -> str:
 
 
 def _settings(run: RunDir) -> list[tuple[str, str, str]]:
-    """Return key, value and default of every setting that is not at its default; `–` without
-    one."""
+    # Key, value and default of every setting that is not at its default.
     defaults = {
         f"trainer.{name}": field.default for name, field in TrainingConfig.model_fields.items()
     }
@@ -365,8 +350,6 @@ def _settings(run: RunDir) -> list[tuple[str, str, str]]:
 
 
 def _rollouts(state: RunState) -> list[dict[str, Any]]:
-    """Return the newest groups: question (without a beginning that all share) and every
-    completion."""
     newest: list[RolloutGroup] = []
     for group in groups(state.rollouts):
         if sum(len(one.rollouts) for one in newest) >= SAMPLES:
@@ -411,8 +394,7 @@ def _spread(group: RolloutGroup) -> str:
 
 
 def _dots(known: Sequence[float]) -> list[float]:
-    """Return the position of each reward between lowest and highest, in percent; empty if all are
-    equal."""
+    # Positions between lowest and highest in percent; none if all are equal.
     low, high = min(known, default=0.0), max(known, default=0.0)
     return (
         [100 * (reward - low) / (high - low) for reward in known]
@@ -447,7 +429,6 @@ _FACTS = {
 
 
 def _facts(run: RunDir, status: RunStatus) -> list[tuple[str, str]]:
-    """Return run.json and result.json as rows; missing values are left out."""
     data = read_json(run.run_json)
     rows = [
         (title, _fact(key, data[key])) for key, title in _FACTS.items() if data.get(key) is not None
@@ -475,33 +456,28 @@ def _fact(key: str, value: object) -> str:
 
 
 def _profile(run: RunDir) -> str:
-    """Return profile.toml from the run directory; it was redacted when written."""
+    # The run redacted its profile when it wrote it.
     try:
         return _block(read_regular(run.profile_toml), PROFILE_CHARS)
     except (OSError, UnicodeDecodeError):
         return ""
 
 
-LINES = 50_000
-"""Newest log lines that are searched, for each component."""
-KINDS = 8
-"""Newest kinds of errors that are kept, for each component."""
+LINES = 50_000  # newest log lines that are searched, for each component
+KINDS = 8  # newest kinds of errors that are kept, for each component
 _FIGURES = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 @dataclass
 class Errors:
-    """Errors of one component."""
-
     component: str
     count: int
     kinds: list[tuple[float, int, str]]
-    """Time of the newest, count, and its text; newest kind first."""
+    """Time of the newest, count and text; newest kind first."""
 
 
 def errors_of(run: RunDir) -> list[Errors]:
-    """Return the errors of every component that printed any. Lines that differ in numbers only are
-    one kind."""
+    """Return each component's errors. Lines that differ in numbers only are one kind."""
     found = []
     for name in names_in(run.logs, folders=True):
         reader, classifier = LogReader(run.logs / name, "all"), Classifier()
@@ -525,6 +501,7 @@ def errors_of(run: RunDir) -> list[Errors]:
 
 # Several runs.
 
+# The first curve of each is drawn; held-out accuracy follows the reward.
 DRAWN = (
     "reward",
     "useful",
@@ -538,7 +515,6 @@ DRAWN = (
     "time",
     "tokens",
 )
-"""Charts of which the first curve is drawn; held-out accuracy follows the reward."""
 SMOOTHING = 10
 
 
@@ -570,8 +546,7 @@ def render_overlay(runs: Sequence[RunCurves], now: float) -> str:
 
 
 def chart_over(name: str, settings: Sequence[Setting], along: Along) -> PageChart | None:
-    """Draw the first curve of a chart, or an accuracy by environment and split, for every setting;
-    None without data."""
+    """Draw the first curve of a chart, or an accuracy, for every setting; None without data."""
     accuracy = ChartSpec(f"Accuracy, {name}", (CurveSpec("accuracy", name),), low=0.0, high=1.0)
     spec = CHARTS.get(name, accuracy)
     found = lines(settings, spec.curves[0].metric, along, SMOOTHING)

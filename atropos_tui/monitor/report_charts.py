@@ -1,9 +1,8 @@
 """Charts of a report: `charts(state)` prepares them, `draw(chart)` renders one as SVG by
 matplotlib.
 
-A picture has no script, font or foreign text. The page's style sheet sets the colours: matplotlib
-draws in marker colours, which are replaced by `var(--...)`, so that one picture fits light and dark
-pages. Names and legends are in the page.
+A picture has no script, font or foreign text. matplotlib draws in marker colours, which are
+replaced by the page's `var(--...)`, so that one picture fits light and dark pages.
 """
 
 from __future__ import annotations
@@ -36,21 +35,17 @@ from atropos_tui.monitor.reading import Along, Mark, marks, value_at
 from atropos_tui.monitor.run.series import MOST_STEPS, Series, averaged, on_scale, thin
 from atropos_tui.monitor.run.state import RunState
 
-POINTS = 1_000
-"""Points of one curve on the page; a longer one is thinned."""
+POINTS = 1_000  # of one curve; a longer one is thinned
+# Columns of the time split of steps; more steps are averaged.
 STACKED = 250
-"""Columns of the time split of steps; more steps are averaged."""
 SIZE_IN = (5.6, 2.5)
 FONT_PT = 9
+# Width of a digit, height of a line, distance of labels from an axis, in points.
 GLYPH_PT, LINE_PT, TICK_PT = 0.64 * FONT_PT, 1.2 * FONT_PT, 8
-"""Width of a digit, height of a line, distance of labels from an axis, in points."""
 SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
-PALETTE = 6
-"""Curve colours of the page: `--c1` to `--c6`."""
-FEW = 40
-"""Curves of at most this many points get markers: a single point draws no line."""
-MANY = 400
-"""Curves of more points get a thinner line."""
+PALETTE = 6  # curve colours of the page: `--c1` to `--c6`
+FEW = 40  # points up to which a curve has markers: a single point draws no line
+MANY = 400  # points above which the line is thinner
 
 _MARKERS = {f"#0102{at:02x}": f"var(--c{at})" for at in range(1, PALETTE + 1)}
 _MARKERS |= {
@@ -61,8 +56,8 @@ _MARKERS |= {
 }
 _AXIS, _GRID, _HEALTHY, _BAD = (name for name in _MARKERS if name.startswith("#0103"))
 _LINES = {"restart": _AXIS, "diagnosis": _BAD}
+# Marks are lines over the whole height, or points on the axis.
 _POINTS = {"evaluation": "d", "checkpoint": "s"}
-"""Drawing of each kind of mark: a line over the whole height, or a point on the axis."""
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "atropos",
@@ -95,8 +90,7 @@ STEP_PARTS = ChartSpec(
     low=0.0,
     high=1.0,
 )
-SPOTS = 120
-"""Limit of the places in a chart that show values on hover."""
+SPOTS = 120  # places in a chart that show values on hover
 
 Write = Callable[[float | None], str]
 
@@ -117,11 +111,10 @@ class PageCurve:
     places: Sequence[float] = ()
     """Positions of the points on the axis, if not their steps."""
     band: tuple[Sequence[float], Sequence[float]] | None = None
-    """Lowest and highest values of several runs; the curve is their mean."""
+    """Lowest and highest values of several runs."""
 
     @property
     def along(self) -> Sequence[float]:
-        """Positions of the points on the axis."""
         return self.places or self.points.steps
 
 
@@ -132,7 +125,6 @@ class PageChart:
     spec: ChartSpec
     lines: list[PageCurve]
     marks: list[Mark]
-    """Events to mark."""
     note: str
     stacked: bool = False
     over: str = "optimizer steps"
@@ -144,12 +136,12 @@ class PageChart:
 
     @property
     def about(self) -> str:
-        """Description and healthy range, in one sentence."""
+        """Description and healthy range."""
         return f"{'; '.join(filter(None, (self.spec.about, self.spec.health)))}."
 
     @property
     def not_finite(self) -> int:
-        """Number of values that are NaN, infinite or out of range."""
+        """Values that are NaN, infinite or out of range."""
         return sum(line.not_finite for line in self.lines)
 
 
@@ -187,7 +179,6 @@ def _chart(spec: ChartSpec, state: RunState, beside: list[Mark]) -> PageChart:
 
 
 def _found(curve: CurveSpec, state: RunState) -> list[tuple[str, Series]]:
-    """Return label and points of a curve; held-out accuracy has one for each environment."""
     if curve.metric == HELD_OUT:
         return [
             (f"{curve.label} accuracy, {masked_line(name)}", series)
@@ -197,10 +188,7 @@ def _found(curve: CurveSpec, state: RunState) -> list[tuple[str, Series]]:
 
 
 def _split(state: RunState, beside: list[Mark]) -> PageChart:
-    """Return the stacked shares of step time; a missing part counts as 0.
-
-    The first step is left out: it compiles and warms up, and is not typical.
-    """
+    # Stacked shares of step time. The first step compiles and warms up, so it is left out.
     seconds = state.metric("step_s")
     whole = seconds.part(1, len(seconds)) if len(seconds) > 1 else seconds
     parts = {name: _at_points(state.metric(key), whole) for name, key in PARTS.items()}
@@ -221,7 +209,6 @@ def _split(state: RunState, beside: list[Mark]) -> PageChart:
 
 
 def _share(label: str, colour: int, part: Series, whole: Series) -> PageCurve:
-    """Return the share of `part` in `whole`, for each step and in total."""
     pairs = list(zip(part.values, whole.values, strict=True))
     shares = [
         value / total if total > 0 and math.isfinite(total) else 0.0 for value, total in pairs
@@ -316,7 +303,6 @@ def _at_points(series: Series, points: Series) -> Series:
 def _line(
     label: str, colour: int, series: Series, write: Write, *, scatter: bool = False
 ) -> PageCurve | None:
-    """Return the curve of a series; None without data."""
     if not len(series):
         return None
     clean, drawn = Series(), series.extremes()
@@ -338,8 +324,7 @@ def _line(
 
 
 def draw(chart: PageChart, name: str) -> str:
-    """Return an `<svg>` element with title and description; `name` makes its ids unique on the
-    page."""
+    """Return an `<svg>` element; `name` makes its ids unique on the page."""
     with rc_context(_STYLE), warnings.catch_warnings():  # type: ignore[arg-type]
         warnings.simplefilter(
             "ignore"
@@ -355,8 +340,8 @@ def draw(chart: PageChart, name: str) -> str:
 
 
 def _make_room(axes: Axes) -> None:
-    """Fit the axes by the length of their labels. Measuring with matplotlib takes a third of a
-    page's time, and the page uses other fonts anyway."""
+    # By the length of the labels: measuring with matplotlib takes a third of a page's time, and the
+    # page uses other fonts anyway.
     beside, below = _labels(axes.yaxis), _labels(axes.xaxis)
     left = max(map(len, beside), default=0) * GLYPH_PT + TICK_PT
     right = max(len(below[-1]) if below else 0, 2) * GLYPH_PT / 2
@@ -385,7 +370,7 @@ class HoverSpot:
 
 
 def _spots(axes: Axes, chart: PageChart) -> Iterator[HoverSpot]:
-    """Yield full-height strips, one for each place with a value, or for a sample of them."""
+    # Full-height strips, one for each place with a value, or for a sample of them.
     places = sorted({place for line in chart.lines for place in line.along})
     places = places[:: max(1, math.ceil(len(places) / SPOTS))]
     scale = 72 / axes.get_figure(root=True).dpi  # type: ignore[union-attr]
@@ -405,7 +390,6 @@ def _spots(axes: Axes, chart: PageChart) -> Iterator[HoverSpot]:
 
 
 def _values(chart: PageChart, place: float) -> Iterator[str]:
-    """Yield the value of each curve at `place`, or its last one before."""
     write = (lambda value: f"{value:.0%}") if chart.stacked else WRITERS[chart.spec.unit]
     for line in chart.lines:
         if (value := value_at(line.along, line.points.values, place)) is not None:
@@ -501,7 +485,7 @@ def _stack(axes: Axes, lines: Sequence[PageCurve]) -> None:
 
 
 def _limits(axes: Axes, chart: PageChart) -> None:
-    """Apply the chart's own axis limits, unless values lie beyond them."""
+    # The chart's own limits hold unless values lie beyond them.
     if not chart.stacked:
         values = [
             value for line in chart.lines for value in line.points.values if math.isfinite(value)
@@ -522,8 +506,7 @@ def _colour(number_: int) -> str:
 
 
 def _embedded(data: bytes, chart: PageChart, name: str, spots: Sequence[HoverSpot]) -> str:
-    """Convert matplotlib's output into an element for an HTML page: unique ids, page colours,
-    title, description, hover values."""
+    # For an HTML page: unique ids, page colours, title, description, hover values.
     root = ElementTree.fromstring(data)
     for tag in ("metadata", "defs"):
         for child in root.findall(f"{{{SVG}}}{tag}"):

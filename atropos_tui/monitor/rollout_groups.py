@@ -1,4 +1,4 @@
-"""Rollouts for readers: grouped, searched, and compared with each other. Pure."""
+"""Rollouts for readers: grouped, searched, and compared. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from atropos_tui.monitor.logs.patterns import Pattern
 
 Change = Literal["same", "gone", "new"]
 _WORDS = re.compile(r"\w+|\s+|[^\w\s]")
+# Words compared on each side, more than a record has.
 DIFF_WORDS = 4000
-"""Words compared on each side, more than a record has; the rest is not compared."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,8 @@ class RolloutGroup:
 
 
 def groups(rollouts: Iterable[RolloutRecord], pattern: Pattern | None = None) -> list[RolloutGroup]:
-    """Group rollouts: newest step first, within a step in the order of the stream. `pattern`
-    filters them.
-
-    A match in the prompt keeps the whole group, one in a completion keeps that completion.
-    """
+    """Group rollouts, newest step first. A match of `pattern` in the prompt keeps the whole
+    group, one in a completion that completion."""
     wanted = [rollout for rollout in rollouts if pattern is None or _matches(rollout, pattern)]
     order: dict[tuple[int, str, str], int] = {}
     for at, rollout in enumerate(wanted):
@@ -51,19 +48,18 @@ def _matches(rollout: RolloutRecord, pattern: Pattern) -> bool:
 
 
 _ROLE = r"(?:<\|im_start\|>|<start_of_turn>|<\|start_header_id\|>|<\|)"
+# Start of a user turn in chat templates: ChatML, Gemma, Llama 3 and 2, Phi, Zephyr.
 _USER = re.compile(_ROLE + r"\s*user\s*(?:<\|end_header_id\|>|\|>)?\s*|\[INST\]\s*")
-"""Start of a user turn in chat templates: ChatML, Gemma, Llama 3 and 2, Phi, Zephyr."""
+# Special tokens of templates and tokenizers.
 _TOKENS = re.compile(
     r"<\|[^|<>\s]{1,40}\|>|\[/?INST\]|</?(?:s|bos|eos|pad|unk|start_of_turn|end_of_turn|think)>|<(?:bos|eos|pad)>"
 )
-"""Special tokens of templates and tokenizers."""
+# A shorter common beginning of questions is not cut.
 SHARED = 16
-"""Characters that questions must share at their beginning before it is cut."""
 
 
 def question(prompt: str) -> str:
-    """Return the user's last turn; without a known template the whole prompt, without special
-    tokens."""
+    """Return the user's last turn, or the whole prompt, without special tokens."""
     *before, last = _USER.split(prompt)
     if before:
         last = _TOKENS.split(last, maxsplit=1)[0]
@@ -71,13 +67,11 @@ def question(prompt: str) -> str:
 
 
 def answer(completion: str) -> str:
-    """Return a completion without special tokens."""
     return _TOKENS.sub(" ", completion).strip()
 
 
 def shared_beginning(questions: Iterable[str]) -> int:
-    """Return the length of the common beginning of several different questions; 0 if it is
-    short."""
+    """Return the length of the common beginning of different questions; 0 if it is short."""
     different = sorted(set(questions))
     if len(different) < 2:
         return 0
@@ -106,8 +100,7 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 
 
 def chosen(found: Iterable[RolloutGroup], only: Only) -> list[RolloutGroup]:
-    """Filter groups: all; those with completions below their group's mean or without reward; or
-    flat ones."""
+    """Filter groups: all; completions below their group's mean or without reward; flat groups."""
     if only == "all":
         return list(found)
     if only == "flat":
@@ -124,11 +117,8 @@ def chosen(found: Iterable[RolloutGroup], only: Only) -> list[RolloutGroup]:
 
 
 def earlier_twin(rollout: RolloutRecord, rollouts: Sequence[RolloutRecord]) -> RolloutRecord | None:
-    """Return a rollout to compare with: the same prompt in the latest earlier step, else any of
-    that env.
-
-    None without an earlier step.
-    """
+    """Return a rollout to compare with: an earlier one of the same prompt, else of the
+    environment."""
     before = [other for other in rollouts if other.step < rollout.step and other.env == rollout.env]
     same = [other for other in before if other.prompt == rollout.prompt]
     return max(same or before, key=lambda other: other.step, default=None)
@@ -152,11 +142,8 @@ def diff(old: str, new: str) -> list[tuple[Change, str]]:
 
 
 def _stayed(before: list[str], after: list[str]) -> list[tuple[int, int]]:
-    """Return the longest common subsequence, as pairs of indices in order.
-
-    It uses rows of bits (Hyyrö 2004), whose cost does not depend on the texts. `difflib` takes
-    minutes for repetitive texts, such as those of a collapsed policy.
-    """
+    # Longest common subsequence, as pairs of indices, by rows of bits (Hyyrö 2004): the cost does
+    # not depend on the texts. `difflib` takes minutes for those of a collapsed policy.
     places: dict[str, int] = {}
     for at, word in enumerate(after):
         places[word] = places.get(word, 0) | 1 << at

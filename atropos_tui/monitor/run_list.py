@@ -1,5 +1,4 @@
-"""Lists of runs: a row for each as `runs` prints it, and the runs that the screen offers for
-comparison."""
+"""Lists of runs: a row for each as `runs` prints it, and the runs offered for comparison."""
 
 from __future__ import annotations
 
@@ -26,10 +25,8 @@ from atropos_tui.monitor.run.run_files import exit_code, moment, read_info, read
 from atropos_tui.monitor.run.series import mean
 from atropos_tui.profile.ports import has_supervisor
 
-MOST_OTHERS = 100
-"""Limit of the runs offered for comparison, newest first."""
+MOST_OTHERS = 100  # runs offered for comparison, newest first
 LIVE, UNFINISHED = "live", "unfinished"
-"""States of a run: its supervisor answers; its end is unknown."""
 AGES = (("d", 86400), ("h", 3600), ("min", 60))
 
 
@@ -38,30 +35,26 @@ class RunRow:
     """One run, from its files."""
 
     run: str
-    """Run id."""
     name: str
     mode: str
     state: str
-    """`live`, `waits` (in SLURM's queue), `ended CODE` or `crashed`, the last with what is left of
-    it."""
+    """`live`, `waits` (in SLURM's queue), `ended CODE` or `crashed` with what is left of it."""
     reason: str
-    """Reason of its end, or what it waits for; empty while it lives."""
+    """Reason of its end, or of the wait."""
     started_at: float | None
-    """Unix seconds of its first start."""
+    """First start in Unix seconds."""
     duration_s: float | None
-    """Seconds since its newest start, until its end; None if the end is unknown."""
+    """From its newest start to its end, if known."""
     step: int | None
-    """Newest optimizer step."""
     training_steps: int | None
-    """Requested number of steps."""
     reward: Number | None
-    """Mean of the newest steps, at most 20."""
+    """Mean of the newest `WINDOW` steps."""
     held_out: Number | None
     """Newest held-out accuracy, from 0 to 1."""
     dir: Path
 
     def cells(self, now: float) -> tuple[str, ...]:
-        """Return the cells of the columns in `HEADINGS`."""
+        """Return the cells of `HEADINGS`."""
         steps = "–" if self.step is None else f"{self.step}/{self.training_steps or '–'}"
         ended = f": {self.reason}" if self.reason and self.state != "ended 0" else ""
         return (
@@ -80,15 +73,13 @@ HEADINGS = ("RUN", "MODE", "STARTED", "TOOK", "STEPS", "REWARD", "HELD OUT", "ST
 
 
 FIGURES = HEADINGS[3:7]
-SPARED = ("MODE", "TOOK", "HELD OUT")
-"""Columns left out of a narrow table, in this order."""
+SPARED = ("MODE", "TOOK", "HELD OUT")  # left out of a narrow table, in this order
+# Width kept for the state before those columns are left out.
 STATE_COLUMNS = 11
-"""Width kept for the state before those columns are left out."""
 
 
 def table(runs: Sequence[RunRow], now: float, width: int | None = None) -> list[str]:
-    """Return the headings and a line for each run; with `width`, only columns that fit (the last
-    one may be wider)."""
+    """Return the headings and a line for each run, with columns that fit in `width`."""
     rows = [HEADINGS, *(run.cells(now) for run in runs)]
     kept = list(range(len(HEADINGS)))
     for name in SPARED:
@@ -104,7 +95,7 @@ def table(runs: Sequence[RunRow], now: float, width: int | None = None) -> list[
 
 
 def listed(run: RunDir, *, is_live: bool, now: float) -> RunRow:
-    """Describe `run`; its state is `UNFINISHED` if it neither lives nor has a result."""
+    """Describe `run`; it is `UNFINISHED` if it neither lives nor has a result."""
     info, meta, result, figures = (
         read_info(run),
         read_json(run.run_json),
@@ -132,7 +123,7 @@ def listed(run: RunDir, *, is_live: bool, now: float) -> RunRow:
 
 
 def age(when: float | None, now: float) -> str:
-    """Return a text such as `2 h ago`; `–` if unknown."""
+    """Return a text such as `2 h ago`."""
     if when is None:
         return "–"
     seconds = max(0.0, now - when)
@@ -141,8 +132,7 @@ def age(when: float | None, now: float) -> str:
 
 
 def other_runs(root: Path) -> list[RunRow]:
-    """Return the newest runs with trainer records, beside `root` or anywhere of this user; newest
-    first."""
+    """Return the newest runs with trainer records, beside `root` or anywhere of this user."""
     found = {}
     for path in [*within(root.parent), *within(registry())]:
         try:
@@ -166,8 +156,8 @@ def other_runs(root: Path) -> list[RunRow]:
 
 
 R = TypeVar("R", bound=Record)
+# An environment's newest records have one of each of its splits; this is their limit.
 SPLITS = 16
-"""Limit of an environment's splits: its newest records have one of each."""
 
 
 @dataclass(frozen=True)
@@ -175,11 +165,10 @@ class LastFigures:
     """Newest figures of a run; None without data."""
 
     step: int | None
-    """Newest optimizer step."""
     reward: float | None
     """Mean of the newest `WINDOW` steps."""
     held_out: float | None
-    """Newest accuracy of the first split of the first environment, as in the headline."""
+    """First split of the first environment, as in the headline."""
 
 
 def last_figures(run: RunDir) -> LastFigures:
@@ -194,7 +183,7 @@ def last_figures(run: RunDir) -> LastFigures:
 
 
 def _held_out(path: Path) -> float | None:
-    """Return the newest accuracy of the split that an environment wrote first."""
+    # The split that an environment wrote first.
     first = next(_records(path, EvalRecord, _words(EvalRecord), 0), None)
     found = [
         one
@@ -205,7 +194,6 @@ def _held_out(path: Path) -> float | None:
 
 
 def _last(path: Path, kind: type[R], count: int) -> list[R]:
-    """Return the last `count` records of a kind, oldest first."""
     words = _words(kind)
     # One more than needed: the first match may be cut.
     found = list(_records(path, kind, words, nth_from_end(path, words, count + 1)))
@@ -213,12 +201,11 @@ def _last(path: Path, kind: type[R], count: int) -> list[R]:
 
 
 def _words(kind: type[Record]) -> bytes:
-    """Return the bytes that every line of a kind contains."""
     return f'"kind":"{kind.KIND}"'.encode()
 
 
 def _records(path: Path, kind: type[R], words: bytes, begin: int) -> Iterator[R]:
-    """Yield the records after byte `begin`; a line that is cut there is skipped."""
+    # Records after byte `begin`; a line that is cut there is skipped.
     try:
         with open_regular(path) as file:
             file.seek(begin)

@@ -1,8 +1,6 @@
-"""The cockpit app. It only connects parts: the feed posts messages, handlers update the state,
-panels draw a `View`.
+"""The cockpit app: the feed posts messages, handlers update the state, panels draw a `View`.
 
-The app owns no process and no file of the run: killing it changes nothing, and attaching late shows
-the whole history. Without a supervisor the files of the run decide what is shown.
+The app owns no process and no file of the run, so killing it changes nothing.
 """
 
 from __future__ import annotations
@@ -71,14 +69,11 @@ CLOCKS_S, QUIET_CLOCKS_S = 1.0, 2.0
 QUIET_S = 5.0
 # Seconds to wait for the lines of a log that was switched to, and number of checks in that time.
 FILL_S, FILL_LOOKS = 0.6, 6
-COLLECT_S = 60.0
-"""Seconds between two full garbage collections, each of which stops the screen for 0.25 s."""
+COLLECT_S = 60.0  # a full garbage collection stops the screen for 0.25 s
 SEARCHED = (LogView, Rollouts, Events)
 
 
 class CockpitApp(CommandApp):
-    """The screen of one run."""
-
     CSS_PATH = "app.tcss"
     TITLE = "atropos-tui"
     HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012
@@ -182,11 +177,11 @@ class CockpitApp(CommandApp):
         self.rings = Bell(self.feed.run)
         self.info = RunInfo()
         self.state = RunState()
+        # From the last records of long streams, until the history is read
         self._newest: RunState | None = None
-        """State from the last records of long streams, until the history is read."""
         self.status: RunStatus | None = None
+        # The files were read to their end once; no curve is drawn before.
         self.loaded = False
-        """The files were read to their end once; no curve is drawn before."""
         self._bad_lines = 0
         # Not drawn yet: anything; records of the streams, which alone move the curves.
         self._dirty = self._fresh_records = True
@@ -198,21 +193,19 @@ class CockpitApp(CommandApp):
         # Actions that the footer hides now.
         self._idle: tuple[str, ...] = ()
         self._view_name = "overview"
-        self._way_back: list[str] = []
-        """Earlier views, for Esc."""
+        self._way_back: list[str] = []  # for Esc
         self.chosen = preferences.charts()
         self.looking = Looking(self.chosen.lens())
+        # Runs on the same axes as this one, in the order of the choice.
         self.others: dict[Path, RunCurves] = {}
-        """Runs on the same axes as this one, in the order of the choice."""
-        self.other: RunBenchmark | None = None
-        """Figures of the first of `others`."""
+        self.other: RunBenchmark | None = None  # figures of the first of `others`
         self._settings: dict[str, str] = {}
         self._enlarged: Chart | None = None
         for theme in (THEME, LIGHT):
             self.register_theme(theme)
         self.theme = THEME.name
+        # Called with a theme that the user chooses
         self.keep_theme: Callable[[str], object] = lambda name: None
-        """Called with a theme that the user chooses."""
 
     def watch_theme(self, name: str) -> None:
         if self.is_running:
@@ -343,11 +336,9 @@ class CockpitApp(CommandApp):
 
     @property
     def has_news(self) -> bool:
-        """True while something is known that is not drawn yet."""
         return self._dirty or (self._fresh_records and self.loaded)
 
     def _draw(self, curves: bool) -> None:
-        """Draw the visible panels; those that follow only the records if `curves`."""
         self._drawn_at = time.monotonic()
         self._dirty = False
         if curves:
@@ -388,8 +379,7 @@ class CockpitApp(CommandApp):
         )
 
     def draw_now(self, kind: type[Chart] | None = None) -> None:
-        """Draw at once, for a key; `kind`: only charts and the panel of the step under their
-        cursor."""
+        """Draw at once, for a key; `kind`: only charts and the panel of their step."""
         if self.main:
             wanted = (Chart, StepPanel) if kind else Widget
             self._show(
@@ -500,7 +490,7 @@ class CockpitApp(CommandApp):
         ).focus()
 
     def action_view_before(self) -> None:
-        """Undo one filter, search or mark; if there is none, return to the view before."""
+        """Undo one filter, search or mark; else return to the view before."""
         if any(panel.drop() for panel in self._searchable()):
             return
         if self._way_back:
@@ -529,7 +519,7 @@ class CockpitApp(CommandApp):
             self._ask_line("/", seen[0].search, seen[0])
 
     def _searchable(self) -> list[LogView | Rollouts | Events]:
-        """Return the searchable panels on the screen, the focused one first."""
+        # The focused one comes first.
         seen = (
             [widget for widget in visible(self.main) if isinstance(widget, SEARCHED)]
             if self.main
@@ -709,7 +699,7 @@ def run_cockpit(run_dir: Path, *, read_only: bool = False) -> Outcome:
 
 
 def with_theme(app: CockpitApp) -> CockpitApp:
-    """Apply ATROPOS_THEME, the user's last choice, or the default for this terminal."""
+    """Apply ATROPOS_THEME, the user's last choice, or the terminal's default."""
     wish = os.environ.get("ATROPOS_THEME") or preferences.theme()
     known = app.available_themes
     # Ask the terminal for its background only without a valid choice: the answer may take up to

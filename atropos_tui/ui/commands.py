@@ -1,4 +1,4 @@
-"""Commands from the screen, the palette (Ctrl+P), the help, and the ways to leave the screen."""
+"""Commands from the screen, the palette (Ctrl+P), the help, and the ways to leave."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ from atropos_tui.ui.feed import Feed
 from atropos_tui.ui.widgets.bars import CommandBar
 from atropos_tui.ui.widgets.components import Components
 
+# detach: the run goes on; stop: stopped from here; ended: it was over; failed: an internal error.
 Outcome = Literal["detach", "stop", "ended", "failed"]
-"""`detach`: the run goes on; `stop`: stopped from here; `ended`: it was over; `failed`: an internal
-error."""
 
 Kind = TypeVar("Kind", bound=Widget)
 
@@ -61,8 +60,7 @@ class CommandApp(App[Outcome]):
         self._only_plain_text = OnlyPlainText()
         # The run has ended, or its supervisor is gone for good.
         self.is_over = False
-        self.gone = ""
-        """Reason why no supervisor answers; empty while one does."""
+        self.gone = ""  # reason why no supervisor answers; empty while one does
         # The user has moved the cursor, so the screen no longer moves it.
         self.user_selects = False
         self.read_only = False
@@ -84,8 +82,7 @@ class CommandApp(App[Outcome]):
 
     @property
     def main(self) -> Screen[object] | None:
-        """Screen below any dialog; None while the app starts or ends, when messages can still
-        arrive."""
+        """Screen below any dialog; None while the app starts or ends."""
         return self.screen_stack[0] if self.is_running and self._screen_stack else None
 
     def find(self, kind: type[Kind]) -> Kind | None:
@@ -126,8 +123,7 @@ class CommandApp(App[Outcome]):
         self.act(action, row.name)
 
     def act(self, action: Action, component: str | None) -> None:
-        """Ask for confirmation of `action` on a component (None: the whole stack), unless a
-        question is open."""
+        """Ask for confirmation of `action` on a component (None: the whole stack)."""
         if self.read_only:
             self.refuse("this screen is read-only", "attach without --read-only to send commands")
         elif self.is_over:
@@ -156,8 +152,7 @@ class CommandApp(App[Outcome]):
     async def _ask_and_send(
         self, action: Action, component: str | None, *, ask: bool = True
     ) -> bool:
-        """Show what the command will stop and start, then send it; return True if it was
-        accepted."""
+        # Shows what the command will stop and start; True if it was accepted.
         try:
             recipe = await self.feed.recipe(action, component)
             # A start ends nothing, so it needs no confirmation.
@@ -186,7 +181,7 @@ class CommandApp(App[Outcome]):
         self.exit("ended" if self.is_over else "detach")
 
     def action_ask_quit(self) -> None:
-        """Leave if the run is over, otherwise ask. While the run stops, leave at once."""
+        """Leave if the run is over or stops, otherwise ask."""
         if self.read_only:
             self.action_detach()
         elif self.is_over or self.is_leaving:
@@ -197,7 +192,7 @@ class CommandApp(App[Outcome]):
             self.run_worker(self._ask_quit(), group="commands")
 
     def action_interrupt(self) -> None:
-        """Ask as `q` does; a second press at the question detaches, which never ends the run."""
+        """Ask as `q` does; a second press detaches, which never ends the run."""
         if self._asks_to_leave:
             self.exit("detach")
         else:
@@ -216,8 +211,8 @@ class CommandApp(App[Outcome]):
 
 
 ACTS = ("act('restart')", "stop_or_start", "act('kill')")
+# Keys whose own character would be parsed as markup.
 _NAMED = {"left_square_bracket": "left bracket", "right_square_bracket": "right bracket"}
-"""Names for keys whose own character would be parsed as markup."""
 
 Act = Callable[[Action, str], object]
 
@@ -225,7 +220,7 @@ Act = Callable[[Action, str], object]
 def palette(
     app: App[Any], panels: Iterable[DOMNode], rows: Iterable[ComponentStatus], act: Act
 ) -> Iterator[SystemCommand]:
-    """Yield the commands of the palette; `panels`: those with keys of their own."""
+    """Yield the commands of the palette; `panels` have keys of their own."""
     for owner in (app, *panels):
         for binding in _bindings(owner):
             if binding.tooltip and not binding.system:
@@ -245,7 +240,7 @@ def palette(
 
 
 def _bindings(owner: DOMNode) -> list[Binding]:
-    """Return one binding for each action, with its first key."""
+    # One binding for each action, with its first key.
     by_key: dict[str, Binding] = {}
     # The method resolution order lists the class itself first.
     for kind in type(owner).__mro__:
@@ -264,8 +259,7 @@ def _possible(row: ComponentStatus) -> tuple[Action, ...]:
 
 
 def explained(app: App[Any], widgets: Iterable[Widget]) -> dict[str, dict[str, str]]:
-    """Return key and description by section: focused panel, app, views, other panels of the
-    screen."""
+    """Return key and description by section: focused panel, app, views, other panels."""
     sections: dict[str, dict[str, str]] = {}
 
     def explain(binding: Binding) -> None:

@@ -30,10 +30,7 @@ class _Dialog(ModalScreen[object]):
 
 
 class ConfirmDialog(_Dialog):
-    """Confirmation of a command. Returns True or None.
-
-    Enter confirms only a restart of one component. Other commands need `y` or a move to the button.
-    """
+    """Confirmation of a command. Returns True or None."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("y", "dismiss(True)", "Yes", show=False)]
 
@@ -68,7 +65,7 @@ class ConfirmDialog(_Dialog):
 
 
 class QuitDialog(_Dialog):
-    """Detach or stop. Returns `detach`, `stop`, or None to stay."""
+    """Returns `detach`, `stop`, or None to stay."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("d", "dismiss('detach')", "Detach"),
@@ -124,7 +121,7 @@ class TextDialog(_Dialog):
 
 
 class HelpDialog(TextDialog):
-    """Every key that works now, taken from the bindings."""
+    """Every key that works now, from the bindings."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "dismiss", "Close", show=False)
@@ -140,10 +137,8 @@ class HelpDialog(TextDialog):
         super().__init__("Keys", text)
 
 
-BOX = 4
-"""Cells of the check box before a line."""
-AROUND = 10
-"""Cells of frame and padding beside the lines."""
+BOX = 4  # cells of the check box before a line
+AROUND = 10  # cells of frame and padding beside the lines
 
 
 class _ChooseDialog(_Dialog):
@@ -157,9 +152,6 @@ class _ChooseDialog(_Dialog):
     def __init__(
         self, lines: Sequence[str], values: Sequence[object], chosen: Container[object], heads: str
     ) -> None:
-        """Args:
-        values: value of each line.
-        heads: heading above the lines."""
         super().__init__()
         self._lines, self._values, self._heads = lines, values, heads
         self._marked = {at for at, value in enumerate(values) if value in chosen}
@@ -193,7 +185,7 @@ class _ChooseDialog(_Dialog):
 
 
 class ChooseRunsDialog(_ChooseDialog):
-    """Choice of runs to compare with. Returns their directories; None changes nothing."""
+    """Returns the directories of runs to compare with; None changes nothing."""
 
     HEADING = "Compare with"
     NOTHING = (
@@ -206,7 +198,7 @@ class ChooseRunsDialog(_ChooseDialog):
 
 
 class ChooseCurvesDialog(_ChooseDialog):
-    """Choice of extra curves. Returns their names; None changes nothing."""
+    """Returns the names of extra curves; None changes nothing."""
 
     HEADING = "Curves in Training"
     NOTHING = "The run has recorded no metrics yet."

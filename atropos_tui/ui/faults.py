@@ -1,5 +1,4 @@
-"""Internal errors of the screen: tracebacks go to a private file, the terminal shows one line with
-its path."""
+"""Internal errors of the screen: tracebacks go to a private file, the terminal shows one line."""
 
 from __future__ import annotations
 
@@ -17,14 +16,13 @@ from atropos_common.system.files import write_private
 from atropos_tui import __version__
 from atropos_tui.monitor.format import one_line
 
-MOST = 20
-"""Limit for recorded errors of one screen; later ones are usually consequences."""
+MOST = 20  # errors of one screen; later ones are usually consequences
 
 _recorded: dict[str, str] = {}
 
 
 def path() -> Path:
-    """Return the file with the tracebacks of the latest screen that had an internal error."""
+    """Return the file with the tracebacks of the latest screen that failed."""
     # In the user's state directory, outside of the run directory: a replay may show another user's
     # run.
     return Path(platformdirs.user_state_dir("atropos-tui")) / "screen-error.txt"

@@ -1,8 +1,8 @@
 """Connection between a run and the screen: reads supervisor and files, posts messages, sends
 commands.
 
-History comes from the run's files, because only they are complete. An event of the supervisor's
-stream triggers a read at once.
+History comes from the files, because only they are complete. An event of the supervisor triggers a
+read at once.
 """
 
 from __future__ import annotations
@@ -46,16 +46,13 @@ from atropos_tui.supervisor.processes.logs import latest_attempt
 STATUS_S = 1.0
 FEED_S = 0.25
 LOG_S = 0.1
-QUIET_S = 0.5
-"""Longest interval in seconds between two reads of files that do not grow."""
+QUIET_S = 0.5  # longest interval between two reads of files that do not grow
 RETRY_S = 1.0
-INFO_S = 1.0
-"""Shortest interval in seconds between two reads of the run's plan."""
-ANSWER_S = 5.0
-"""Timeout in seconds for the supervisor's answer."""
+INFO_S = 1.0  # shortest interval between two reads of the run's plan
+ANSWER_S = 5.0  # timeout of the supervisor's answer
 
+# Errors of a supervisor that may still run.
 UNANSWERED = (TimeoutError, OSError, httpx.HTTPError, ValidationError)
-"""Errors of a supervisor that may still run."""
 
 
 class Control(Protocol):
@@ -90,8 +87,7 @@ class StatusArrived(Message):
 
 @dataclass(eq=False)
 class SupervisorGone(Message):
-    """No supervisor answers. `ended`: none exists any more, so the files decide how the run
-    stands."""
+    """No supervisor answers; `ended`: none exists any more."""
 
     reason: str
     ended: bool
@@ -99,7 +95,7 @@ class SupervisorGone(Message):
 
 @dataclass(eq=False)
 class NewestArrived(Message):
-    """The last records of long streams, posted before their history is read."""
+    """The last records of long streams, before their history is read."""
 
     records: list[Record]
     info: RunInfo
@@ -107,8 +103,7 @@ class NewestArrived(Message):
 
 @dataclass(eq=False)
 class RecordsArrived(Message):
-    """New records of the run's streams. `reset`: drop the earlier ones; `behind`: more are
-    waiting."""
+    """New records; `reset`: drop the earlier ones; `behind`: more are waiting."""
 
     records: list[Record]
     reset: bool
@@ -119,7 +114,7 @@ class RecordsArrived(Message):
 
 @dataclass(eq=False)
 class LogArrived(Message):
-    """New plain-text lines of the followed components; `path`: their file, if there is only one."""
+    """New lines of the followed components; `path`: their file, if there is only one."""
 
     components: tuple[str, ...]
     path: Path | None
@@ -137,8 +132,6 @@ class Feed:
         feed: Streams | None = None,
         logs: Logs | None = None,
     ) -> None:
-        """Args:
-        feed, logs: sources, read in a thread; default: the run's files."""
         self.run = RunDir(run_dir)
         self.control = control
         self._feed = feed or RunFeed(self.run)
@@ -156,7 +149,7 @@ class Feed:
             self._read_log_now.set()
 
     def log_of(self, component: str) -> Path | None:
-        """Return the newest log file of a component; None before its first attempt."""
+        """Return the newest log file of a component, if any."""
         return latest_attempt(self.run.logs / component)
 
     def refresh(self) -> None:
@@ -248,9 +241,7 @@ class Feed:
 
 
 class _Info:
-    """Cached description of the run, read again when its files change: a resumed run may have more
-    steps."""
-
+    # A resumed run may have more steps, so the description is read again when its files change.
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._info = RunInfo()

@@ -1,10 +1,7 @@
-"""Curves, bars and sparklines in characters: pure functions from values to styled text, without
-Textual.
+"""Curves, bars and sparklines in characters: from values to styled text, without Textual.
 
-A cell of a curve holds 2 x 4 Braille dots. A value that is not finite interrupts its line and is
-drawn as `×`; a value beyond the vertical axis as `▴` or `▾` at the edge. On a logarithmic axis,
-values below the lower end are drawn there. Points outside the horizontal axis are dropped, and
-values too large for a scale count as not finite: no record can make a plot fail.
+A cell of a curve holds 2 x 4 Braille dots. A non-finite value interrupts its line as `×`; values
+beyond the vertical axis are `▴` or `▾` at the edge. No record can make a plot fail.
 """
 
 from __future__ import annotations
@@ -27,10 +24,10 @@ OTHER_TEXTURE, FREE = "░", "·"
 _LEVELS = "▁▂▃▄▅▆▇█"
 # Different characters, so that a bar is readable without colours.
 _DONE, _LEFT = "━", "┄"
+# Style of a part of a bar by its label; `free` is the unused part.
 StyleOf = Callable[[str], Style]
-"""Returns the style of a part of a bar by its label; `free` is the unused part."""
+# Character of a part of a bar by its label.
 TextureOf = Callable[[str], str]
-"""Returns the character of a part of a bar by its label."""
 Line = list[Segment]
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
@@ -44,8 +41,7 @@ class Curve:
     style: Style
     scatter: bool = False
     mark: str = ""
-    """Character of a scatter's points; on a line at intervals, where colours do not tell lines
-    apart."""
+    """Character of a scatter's points, or at intervals on a line."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Axes:
-    """Ranges of the plot. None: taken from the data."""
+    """Ranges of the plot; None: from the data."""
 
     first: float = 0
     last: float | None = None
@@ -68,12 +64,10 @@ class Axes:
     high: float | None = None
     log: bool = False
     healthy: tuple[float | None, float | None] | None = None
-    """Healthy range (from, to), None for an open end; shaded, with a dashed line at each end in
-    view."""
+    """Shaded, with a dashed line at each end in view."""
     cursor: float | None = None
     marks: Sequence[tuple[float, str]] = ()
-    """Place and glyph of events, most important first: in a line below the plot, or in its lowest
-    row."""
+    """Place and glyph of events, most important first."""
 
 
 @dataclass(frozen=True)
@@ -89,15 +83,15 @@ class Ink:
 
 @dataclass
 class _Canvas:
-    """Braille dots and characters over `width` x `height` cells, by cell number, row by row."""
+    """Braille dots and characters by cell number, row by row."""
 
     width: int
     height: int
     dots: dict[int, int] = field(default_factory=dict)
     marks: dict[int, tuple[str, Style]] = field(default_factory=dict)
     styles: dict[int, Style] = field(default_factory=dict)
+    # Characters for cells without a curve.
     under: dict[int, tuple[str, Style]] = field(default_factory=dict)
-    """Characters for cells without a curve."""
     ground: dict[int, Style] = field(default_factory=dict)
 
     def dot(self, x: int, y: int, style: Style) -> None:
@@ -107,7 +101,7 @@ class _Canvas:
             self.styles[cell] = style
 
     def line(self, start: tuple[int, int], end: tuple[int, int], style: Style) -> None:
-        """Draw a line between two dots, two dots thick."""
+        # Two dots thick.
         (x, y), lowest = start, 4 * self.height - 1
         across, down = end[0] - x, end[1] - y
         steps = max(abs(across), abs(down), 1)
@@ -128,8 +122,7 @@ class _Canvas:
 
 @dataclass(frozen=True)
 class _Scale:
-    """Maps values to rows of dots: `low` is the bottom row, `high` the top row."""
-
+    # `low` is the bottom row of dots, `high` the top row.
     low: float
     high: float
     log: bool
@@ -149,11 +142,11 @@ class _Scale:
         return round((1 - min(max(share, 0.0), 1.0)) * (self.rows - 1))
 
 
+# Columns between two points of a scatter; closer points would hide the curve behind them.
 POINT_COLUMNS = 4
-"""Columns between two points of a scatter; closer points would hide the curve behind them."""
 MARK_COLUMNS = 16
+# A plot of fewer lines has no line of its own for marks.
 LOW = 8
-"""Height in lines below which a plot has no line of its own for marks."""
 
 
 def plot(
@@ -164,7 +157,7 @@ def plot(
     height: int,
     bands: Sequence[Band] = (),
 ) -> list[Line]:
-    """Draw `curves`, the first on top, as `height` lines; blank lines if the space is too small."""
+    """Draw `curves`, the first on top, as `height` lines; blank if the space is too small."""
     # Steps beyond MOST_STEPS come from corrupt records and would compress the whole plot.
     ends = [step for curve in curves for step in curve.steps if abs(step) <= MOST_STEPS]
     last = (
@@ -222,14 +215,13 @@ def plot(
 
 
 def column_of(place: float, first: float, last: float, columns: int) -> int:
-    """Return the column of cells that contains `place`."""
     return round((place - first) / (last - first) * (2 * columns - 1)) // 2
 
 
 def _draw_cursor_and_marks(
     canvas: _Canvas, axes: Axes, last: float, ink: Ink, *, own_line: bool
 ) -> str:
-    """Draw the cursor and the marks; return the line of marks, empty without `own_line`."""
+    # Returns the line of marks, empty without `own_line`.
     line = [" "] * canvas.width
     # In reverse, so that the most important mark wins a shared column.
     for place, glyph in reversed(axes.marks):
@@ -288,8 +280,7 @@ def _healthy_rows(
 
 
 def y_ticks(low: float, high: float, log: bool, most: int) -> list[float]:
-    """Return round values between `low` and `high`: decades, or multiples of 1, 2, 2.5 or 5 times a
-    power of ten."""
+    """Return round values: decades, or multiples of 1, 2, 2.5 or 5 times a power of ten."""
     if log:
         # The small tolerance keeps ends that rounding moved just past a decade.
         decades = range(math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9) + 1)
@@ -304,7 +295,7 @@ def y_ticks(low: float, high: float, log: bool, most: int) -> list[float]:
 
 
 def _even_ticks(scale: _Scale, most: int) -> list[float]:
-    """Return ticks at equal distances in rows, which rounding may prevent for the usual ones."""
+    # Rounding to rows may make the distances of the usual ticks unequal.
     ticks = y_ticks(scale.low, scale.high, scale.log, most)
     if scale.log or _is_even(ticks, scale):
         return ticks
@@ -326,8 +317,7 @@ def _is_even(ticks: Sequence[float], scale: _Scale) -> bool:
 
 
 def nice_step(rough: float) -> float:
-    """Return the smallest of 1, 2, 2.5, 5, 10 or 20 times a power of ten that is at least
-    `rough`."""
+    """Return the smallest of 1, 2, 2.5, 5, 10 or 20 times a power of ten from `rough` on."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(
         factor * power for factor in (1, 2, 2.5, 5, 10, 20) if factor * power >= rough * (1 - 1e-9)
@@ -393,8 +383,6 @@ def _draw(canvas: _Canvas, curve: Curve, scale: _Scale, first: float, last: floa
 def _draw_points(
     canvas: _Canvas, curves: Sequence[Curve], scale: _Scale, first: float, last: float
 ) -> None:
-    """Draw the newest point of scatters, and earlier ones at least `POINT_COLUMNS` before the
-    next."""
     points = [
         (column_of(step, first, last, canvas.width), value, curve)
         for curve in curves
@@ -419,7 +407,7 @@ def _draw_points(
 def _mark_lines(
     canvas: _Canvas, curves: Sequence[Curve], scale: _Scale, first: float, last: float
 ) -> None:
-    """Draw the mark of each line on it: at its end, and in columns that no other line uses."""
+    # At the end of each line, and in columns that no other line uses.
     for at, curve in enumerate(curves):
         points = {
             column_of(step, first, last, canvas.width): value
@@ -474,8 +462,7 @@ def _cell(canvas: _Canvas, cell: int, ink: Ink) -> tuple[str, Style] | None:
 
 
 def _x_axis(first: float, last: float, columns: int, gutter: int, style: Style) -> Line:
-    """Return the line of labels below the plot: round places at equal distances, centred if they
-    fit."""
+    # Round places at equal distances, centred if they fit.
     cells = [" "] * (gutter + 2 + columns)
     step = nice_step((last - first) / max(1, columns // 8))
     while True:
@@ -497,8 +484,7 @@ def _x_axis(first: float, last: float, columns: int, gutter: int, style: Style) 
 def _label_columns(
     ticks: Sequence[float], first: float, last: float, columns: int, gutter: int
 ) -> dict[str, tuple[int, int]]:
-    """Return start and end column of each label; one that would pass the end of the plot moves
-    left."""
+    # Start and end column by label; one that would pass the end of the plot moves left.
     found: dict[str, tuple[int, int]] = {}
     whole = gutter + 2 + columns
     for value in ticks:
@@ -544,7 +530,6 @@ def progress_bar(share: float, width: int, done: Style, left: Style) -> Text:
 
 
 def split_bar(split: Split, texture: TextureOf, style: StyleOf, width: int) -> Text:
-    """Return a bar of `width` cells."""
     bar = Text(no_wrap=True, end="")
     taken = 0
     for part, count in zip(split.parts, cells(split, width), strict=True):

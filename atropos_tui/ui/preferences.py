@@ -1,7 +1,4 @@
-"""The user's choices for all screens: `screen.json` in the user's configuration directory.
-
-An unreadable or invalid file counts as missing; a choice that cannot be written is lost.
-"""
+"""The user's choices for all screens: `screen.json` in the user's configuration directory."""
 
 from __future__ import annotations
 
@@ -41,12 +38,12 @@ def path() -> Path:
 
 
 def theme() -> str:
-    """Return the chosen theme; empty if there is none."""
+    """Return the chosen theme, if any."""
     return str(read_json(path()).get("theme") or "")
 
 
 def charts() -> Charts:
-    """Return the chosen chart settings, with defaults for missing or invalid values."""
+    """Return the chosen chart settings; defaults replace invalid values."""
     known = read_json(path()).get("charts")
     data = known if isinstance(known, dict) else {}
     metrics, smoothing, along = data.get("metrics"), data.get("smoothing"), data.get("along")

@@ -1,4 +1,4 @@
-"""The screen of a recorded run, fed by `monitor.replay`, with a bar for the position in time."""
+"""The screen of a recorded run, with a bar for the position in time."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from atropos_tui.ui.widgets.log_view import LogView
 TICK_S = 0.25
 FASTER = 2.0
 TIME_KEYS = ("pause", "faster", "seek", "event")
+# Refused with a reason, and hidden from the footer.
 REFUSED = (
     ("r", "act('restart')", "Restart"),
     ("s", "stop_or_start", "Stop/start"),
     ("K", "act('kill')", "Kill"),
     ("R", "restart_all", "Restart all"),
 )
-"""Keys that a replay refuses with a reason; hidden from the footer."""
 
 
 class ReplayBar(Widget):
-    """One line: replay mark, speed, moment, position and keys."""
+    """One line: speed, moment, position and keys."""
 
     DEFAULT_CSS = """
     ReplayBar {
@@ -168,8 +168,7 @@ class ReplayApp(CockpitApp):
             self.feed.refresh()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Disable keys of the replay while a line is typed, a dialog is open or a chart has the
-        focus."""
+        # These bindings have priority: they would take keys from inputs, dialogs and charts.
         # These bindings have priority, so without this check they would take keys from inputs and
         # dialogs.
         if action in TIME_KEYS and (isinstance(self.focused, Input) or len(self.screen_stack) > 1):

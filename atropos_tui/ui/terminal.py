@@ -34,12 +34,9 @@ from atropos_tui.ui.commands import CommandApp, Outcome
 
 Ground = Literal["dark", "light"]
 
-ANSWER_S = 0.5
-"""Timeout in seconds for the terminal's answer about its background colour."""
-LEAVE_S = 3.0
-"""Seconds before a screen that cannot close is ended with `os._exit`."""
-NEWS_S = 60.0
-"""Maximum age in seconds of a record that rings the bell."""
+ANSWER_S = 0.5  # for the terminal's answer about its background colour
+LEAVE_S = 3.0  # a screen that cannot close by then ends with `os._exit`
+NEWS_S = 60.0  # older records do not ring the bell
 FONTS = "'DejaVu Sans Mono', Menlo, Consolas, 'Liberation Mono', monospace"
 
 
@@ -96,7 +93,7 @@ def _watch_terminal(gone: Callable[[], None]) -> None:
 
 
 def edit(app: App[Any], path: Path) -> str:
-    """Open `path` in `$VISUAL`, `$EDITOR` or `less`; return an error message, empty on success."""
+    """Open `path` in an editor; return an error message, empty on success."""
     line = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "less"
     try:
         words = shlex.split(line)
@@ -124,8 +121,7 @@ def _ignore_ctrl_c() -> Iterator[None]:
 
 
 def ground(timeout_s: float = ANSWER_S) -> Ground | None:
-    """Return the terminal's background from COLORFGBG, otherwise from its answer to OSC 11; None if
-    unknown."""
+    """Return the terminal's background, if known, from COLORFGBG or OSC 11."""
     colour = os.environ.get("COLORFGBG", "").rpartition(";")[2]
     if colour.isdecimal():
         return "light" if colour in ("7", "15") else "dark"
@@ -163,7 +159,7 @@ def _answer(terminal: int, timeout_s: float) -> bytes:
 
 
 def ground_of(answer: bytes) -> Ground | None:
-    """Parse an answer to OSC 11: `rgb:` and three numbers of one to four hexadecimal digits."""
+    """Parse an answer to OSC 11: `rgb:` and three hexadecimal numbers of up to four digits."""
     found = re.search(
         rb"\]11;rgba?:([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})", answer
     )

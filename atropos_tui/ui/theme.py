@@ -27,16 +27,9 @@ def _named(
     footer: str,
     hover: str,
 ) -> Theme:
-    """Add the colours that Textual and this screen read from a theme's variables.
-
-    Args:
-        quiet: labels.
-        line: frames, grids, the empty part of a bar.
-        cursor: background of the cursor line; `on_cursor`: its text; `cursor_away`: without the
-            focus.
-        footer: descriptions of keys.
-        hover: scrollbar under the mouse.
-    """
+    # The variables that Textual and this screen read. quiet: labels; line: frames, grids, the empty
+    # part of a bar; cursor: background of the cursor line (on_cursor: its text, cursor_away:
+    # without the focus); footer: descriptions of keys; hover: scrollbar under the mouse.
     lines = ("track", "grid", "frame", "border", "border-blurred", "scrollbar")
     theme.variables |= dict.fromkeys(lines, line) | {
         "quiet": quiet,
@@ -106,8 +99,7 @@ LIGHT = _named(
 
 
 def theme_colours(theme: Theme) -> dict[str, str]:
-    """Return the colours that `theme` does not define, mixed from its text and background
-    colours."""
+    """Return the colours that `theme` does not define, mixed from text and background."""
     if theme.ansi:  # the terminal's 16 colours cannot be mixed
         lines = dict.fromkeys(("track", "grid", "frame"), "ansi_bright_black")
         text = dict.fromkeys(("quiet", "healthy", "log"), "ansi_default")
@@ -139,7 +131,7 @@ def theme_colours(theme: Theme) -> dict[str, str]:
 def first_theme(
     wished: str, known: Collection[str], ground: Literal["dark", "light"] | None
 ) -> str:
-    """Return the user's theme if it exists, otherwise the default for the terminal's background."""
+    """Return the user's theme if it exists, else the default for the terminal's background."""
     return wished if wished in known else LIGHT.name if ground == "light" else THEME.name
 
 
@@ -201,8 +193,8 @@ def state_text(state: State) -> tuple[str, str]:
 
 
 def title(name: str, *parts: tuple[str, str], gap: int = 2) -> Content:
-    """Return a panel's title: its name, then `(text, theme colour)` parts, none of which is parsed
-    as markup."""
+    """Return a panel's title: its name, then `(text, theme colour)` parts, never parsed as
+    markup."""
     pieces: list[tuple[str, str]] = [(name, "bold $foreground")]
     for text, colour in parts:
         if not text:

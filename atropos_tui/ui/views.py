@@ -26,17 +26,17 @@ from atropos_tui.ui.widgets.rollouts import RolloutDetail, Rollouts
 
 
 class ViewSpec(NamedTuple):
-    """Content of the screen below the components table, shown by a number key."""
+    """Content of the screen below the components table."""
 
     title: str
     about: str
     focus: type[Widget] = Components
     panels: Callable[[], Sequence[Widget]] = tuple
-    """Factory of the panels of this view alone, side by side."""
+    """Panels of this view alone, side by side."""
     bottom: tuple[type[Widget], ...] = ()
-    """Panels of the overview's bottom row that this view shows instead."""
+    """Panels of the overview's bottom row to show instead."""
     short: str = ""
-    """Title on a narrow screen; empty: the same."""
+    """Title on a narrow screen."""
 
 
 TRAINING = (
@@ -57,6 +57,7 @@ TRAINING = (
 )
 ALIGNMENT = ("diff", "diff-max", "logprobs", "kl")
 
+# In the order of the number keys. To add a panel, write its file and add a row here.
 VIEWS = {
     "overview": ViewSpec("Overview", "Everything", short="Home"),
     "training": ViewSpec(
@@ -97,8 +98,6 @@ VIEWS = {
         short="Comp",
     ),
 }
-"""Views by name, in the order of the number keys. To add a panel, write its file and add a row
-here."""
 ENLARGED = "enlarged"
 NUMBERLESS = {
     ENLARGED: ViewSpec(
@@ -108,7 +107,6 @@ NUMBERLESS = {
         panels=lambda: [Chart("reward"), StepPanel()],
     )
 }
-"""Views without a number key."""
 
 
 def compose_screen() -> ComposeResult:
@@ -166,7 +164,7 @@ def arrange(root: Widget, name: str) -> None:
 
 
 def _display(widget: Widget, shown: bool | None) -> None:
-    """Show or hide; None leaves it to the style sheet."""
+    # None leaves it to the style sheet.
     if shown is not None:
         widget.styles.display = "block" if shown else "none"
     elif widget.styles.inline.has_rule("display"):
@@ -176,8 +174,7 @@ def _display(widget: Widget, shown: bool | None) -> None:
 
 
 def visible(root: Widget) -> Iterator[Widget]:
-    """Yield every widget below `root` that the current view shows, and panels that hide
-    themselves."""
+    """Yield the widgets that the current view shows, and panels that hide themselves."""
     for child in root.children:
         # A hidden panel of this kind decides from each `View` whether to appear, so it must get
         # one.

@@ -1,8 +1,6 @@
-"""The component that limits a training run, from measured rates, and the setting that moves the
-limit. Pure.
+"""The component that limits a run, from measured rates, and the setting that moves the limit.
 
-Rates come from the supervisor (`GaugesRecord.flows`), else from the newest steps. docs/telemetry.md
-has the table of cases.
+docs/telemetry.md has the table of cases.
 """
 
 from __future__ import annotations
@@ -18,39 +16,37 @@ from atropos_tui.monitor.format import number
 from atropos_tui.monitor.run.run_files import RunInfo, flag
 from atropos_tui.monitor.run.state import RunState
 
+# Share of the time without a batch above which the trainer is not the limit.
 WAITS = 0.5
-"""Share of the time without a batch above which the trainer is not the limit."""
 HARDLY_WAITS = 0.25
+# Share of the time without a request above which the engine could do more.
 IDLES = 0.3
-"""Share of the time without a request above which the engine could do more."""
+# Share of the engine's slots below which few sequences are in flight.
 FEW_IN_FLIGHT = 0.1
-"""Share of the engine's slots below which few sequences are in flight."""
+# Share of its capacity (if unknown: of its slots) below which an engine could generate more.
 HAS_ROOM = 0.6
-"""Share of its capacity (if unknown: of its slots) below which an engine could generate more
-tokens."""
+# Share of an environment's sequences outside the engine above which its own work dominates.
 MOSTLY_OUTSIDE = 0.5
-"""Share of an environment's sequences outside the engine above which its own work takes most of a
-rollout's time."""
+# Share of an environment's workers above which their number is the bound.
 ALL_BUSY = 0.9
-"""Share of an environment's workers above which their number is the bound."""
+# Older rates are not used.
 FRESH_S = 20.0
-"""Age in seconds above which rates are too old."""
+# Newest steps whose rates are used if the supervisor recorded none.
 STEPS = 5
-"""Newest steps whose rates are used if the supervisor recorded none."""
 
 OWN_GPUS = "more [vllm] gpus with tensor_parallel, or mode broadcast with GPUs"
+# Fixes by mode, for a trainer that feeds a single engine.
 MORE_ENGINE = {
     "shared_vllm": f"{OWN_GPUS} for more engines",
     "lora_restart": "mode lora_only with more engines",
 }
-"""Fixes by mode, for a trainer that feeds a single engine."""
+# Modes in which trainer and engine use the same GPUs.
 SHARED_MODES = ("shared_vllm",)
-"""Modes in which trainer and engine use the same GPUs."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The limit of a run, and the change that moves it; empty if nothing can be done."""
+    """The limit of a run, and the change that moves it, if any."""
 
     what: str
     do: str = ""
@@ -61,18 +57,18 @@ class Rates:
     """Shares of the newest seconds in which one component waited for another."""
 
     waiting: float
-    """Share in which the trainer waited for a batch."""
+    """The trainer without a batch."""
     idle: float
-    """Share in which the engine had no request."""
+    """The engine without a request."""
     capacity: float | None = None
-    """Used share of the engine's capacity; None if unknown."""
+    """Used share of the engine's capacity, if known."""
     env: str = ""
     flow: EnvFlow | None = None
-    """Flow of the environment for which the others wait (`_rank`)."""
+    """Environment that the others wait for."""
 
     @property
     def engine_has_room(self) -> bool:
-        """True if the engine could generate clearly more tokens while it has requests."""
+        """True if the engine could clearly generate more while it has requests."""
         if self.capacity is not None:
             return self.capacity < HAS_ROOM * (1.0 - self.idle)
         flow = self.flow
@@ -80,7 +76,6 @@ class Rates:
 
     @property
     def engine_words(self) -> str:
-        """Use of the engine in words: its capacity if known, else its idle time."""
         return (
             f"the engine idles {self.idle:.0%}"
             if self.capacity is None
@@ -105,7 +100,7 @@ class Run:
         return [row.name for row in self.status.components if row.role is role]
 
     def option(self, role: Role, name: str) -> str:
-        """Return a flag of the first component of a role; empty if it is not set."""
+        """Return a flag of the first component of `role` that sets it, or an empty string."""
         found = (
             flag(list(item.command), name) for item in self.info.components if item.role is role
         )
@@ -113,7 +108,6 @@ class Run:
 
     @property
     def has_gpus(self) -> bool:
-        """True if the plan gives a GPU to a component."""
         return any(item.gpus for item in self.info.components)
 
     @property
@@ -127,7 +121,7 @@ class Run:
 
 
 def rates(state: RunState, now: float) -> Rates | None:
-    """Return the supervisor's rates, else those of the newest steps; None if neither is known."""
+    """Return the supervisor's rates, else those of the newest steps, if known."""
     last = state.gauges.last
     if last and now - last.time <= FRESH_S:
         known = [
@@ -145,7 +139,7 @@ def rates(state: RunState, now: float) -> Rates | None:
 
 
 def _rank(flow: EnvFlow) -> tuple[float, float, float]:
-    """Sort key for environments: the largest is the one for which the others wait."""
+    # The largest is the environment that the others wait for.
     return flow.awaited or 0.0, flow.idle or 0.0, flow.busy_workers or 0.0
 
 
@@ -170,7 +164,7 @@ Bound = Literal["slots", "workers", "unknown"]
 
 
 def bound(flow: EnvFlow | None) -> Bound:
-    """Return what bounds the groups in flight of an environment: queue slots or workers."""
+    """Return the bound on an environment's groups in flight."""
     if flow is None or flow.busy_workers is None or not flow.max_workers:
         return "unknown"
     if flow.busy_workers >= ALL_BUSY * flow.max_workers:
@@ -179,8 +173,7 @@ def bound(flow: EnvFlow | None) -> Bound:
 
 
 def _outside(flow: EnvFlow | None) -> float | None:
-    """Return the share of an environment's sequences that are outside the engine: in scoring or
-    tools."""
+    # Share of an environment's sequences outside the engine: in scoring or tools.
     if flow is None or flow.busy_workers is None or not flow.group_size or flow.in_engine is None:
         return None
     # A worker makes one group at a time; those that wait for a queue slot have finished theirs.
@@ -226,7 +219,6 @@ def _by_slots(run: Run, found: Rates) -> tuple[str, str]:
 
 
 def _more_work(run: Run, flow: EnvFlow | None, binding: Bound, *, own_work: bool) -> str:
-    """Return the setting with which an environment makes more groups."""
     now = flow.max_workers if flow and flow.max_workers else flow.workers if flow else None
     workers = "raise env.max_num_workers" + (f" (now {now})" if now else "")
     slots = flow.queue_slots if flow else None
@@ -294,7 +286,6 @@ def _by_training(run: Run, found: Rates) -> Limit:
 
 
 def _faster_step(run: Run, part: str) -> str:
-    """Return the setting that shortens a part of the step; empty if there is none."""
     mode = run.status.mode
     if part == "sync":
         return _SYNC.get(
@@ -321,11 +312,10 @@ def _by_turns(run: Run, found: Rates) -> Limit:
 
 
 _SLOW = {"train": "training", "sync": "publishing weights", "checkpoint": "checkpoints"}
-"""Parts of a step, in words."""
 _KEEP = '[trainer] in_flight = "keep" does not wait for completions'
+# Fixes for a slow publish, by mode.
 _SYNC = {
     "shared_vllm": _KEEP,
     "broadcast": f"{_KEEP}; adapters (lora_only) are smaller",
     "lora_only": "a smaller [trainer] lora_r",
 }
-"""Fixes for a slow publish, by mode."""

@@ -1,5 +1,4 @@
-"""Restarts after the first step: the components, the time, the cause, and how long the last start
-took."""
+"""Restarts after the first step: components, time, cause, and the time of the last start."""
 
 from __future__ import annotations
 
@@ -16,16 +15,15 @@ from atropos_tui.monitor.run.run_files import start_seconds
 
 ON_THE_WAY = (State.PENDING, State.STARTING, State.STOPPING)
 WAS_UP = (State.HEALTHY, State.UNHEALTHY)
+# Steps that the trainer can make from batches that an environment sent before its end.
 LEFT_BEHIND = 2
-"""Steps that the trainer can make from batches that an environment sent before its end."""
+# Factor on the usual start time above which a restart is slow.
 LONG = 2.0
-"""Factor on the usual start time above which a restart is slow."""
 LEAST_LONG_S = 30.0
-"""Seconds below which no restart is slow."""
 _DONE = {"kill": "killed", "restart": "restarted", "start": "started"}
 _BY: Mapping[str, str] = defaultdict(lambda: "by hand", trainer="by the trainer")
+# Longest time from a diagnosis to the end that it explains.
 EXPLAINS_S = 10.0
-"""Limit of the seconds from a diagnosis to the end that it explains."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Restart:
 
     outages: Sequence[Outage]
     usual_s: float | None
-    """Longest of their last start times, in seconds."""
+    """Longest of their last starts."""
     cause: DiagnosisRecord | None = None
     """Diagnosis of a crash; None after a command."""
 
@@ -60,8 +58,7 @@ class Restart:
         return self.outages[0].since
 
     def words(self, now: float) -> str:
-        """Return a sentence such as `vllm and trainer are restarting (killed by hand 10 s ago; last
-        time 15 s)`."""
+        """Return `vllm and trainer are restarting (killed by hand 10 s ago; last time 15 s)`."""
         names = [each.row.name for each in self.outages]
         who = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
         command, why = self.outages[0].command, one_line(self.cause.title) if self.cause else ""
@@ -81,7 +78,7 @@ class Restart:
 
 
 def restart(run: Run) -> Restart | None:
-    """Return the restart in progress; None if there is none, or before the first step."""
+    """Return the restart in progress after the first step, if any."""
     # Before the first step, a start is no restart.
     if not run.state.step or run.status.phase is not Phase.RUNNING:
         return None
@@ -97,8 +94,7 @@ def restart(run: Run) -> Restart | None:
 
 
 def _outage(run: Run, row: ComponentStatus) -> Outage | None:
-    """Return the outage of a component; None if it was never up, is stopped for good, or backs off
-    after a crash."""
+    # None if it was never up, is stopped for good, or backs off after a crash.
     own = [move for move in run.state.transitions if move.component == row.name]
     # The newest time it went down; changes between healthy and unhealthy do not count.
     down = next(
@@ -131,15 +127,14 @@ def stopped_by_hand(run: Run) -> list[str]:
 
 
 def _cause(run: Run, outage: Outage) -> DiagnosisRecord | None:
-    """Return the newest diagnosis of the component, unless it is older than the outage."""
+    # An older diagnosis does not explain this outage.
     own = (each for each in reversed(run.state.diagnoses) if each.component == outage.row.name)
     newest = next(own, None)
     return newest if newest and newest.time >= outage.down.time - EXPLAINS_S else None
 
 
 def resuming(run: Run) -> str:
-    """Describe a trainer, or the environments, that restarted and made no step yet; empty if
-    none."""
+    """Describe a restarted trainer or environment without a step so far; empty if none."""
     for role, steps in ((Role.TRAINER, 0), (Role.ENV, LEFT_BEHIND)):
         rows = [row for row in run.status.components if row.role is role]
         if not rows or not run.state.step or any(not _comes_up(row) for row in rows):
@@ -155,5 +150,4 @@ def resuming(run: Run) -> str:
 
 
 def _comes_up(row: ComponentStatus) -> bool:
-    """Return True if a component is up and has a stage left to reach."""
     return row.started_at is not None and next_stage(row) is not None

@@ -1,10 +1,6 @@
-"""One sentence about a run: its state, its limit, and the change to make. Pure functions of its
-status and records.
+"""The verdict: one sentence about a run, its limit, and the change to make.
 
-`verdict` checks failures first, then stalls, then starts; advice comes only for a training run.
-Rates come from the supervisor (`GaugesRecord.flows`), else from the newest steps; problems come
-from the diagnoses. `Verdict.text` is the same on the screen, in `ps`, `why`, `bench`, the report
-and a replay.
+It is the same on the screen, in `ps`, `why`, `bench`, the report and a replay.
 """
 
 from __future__ import annotations
@@ -28,10 +24,9 @@ from atropos_tui.monitor.run.state import RunState
 
 Severity = Literal["alarm", "warning", "advice", "healthy", "coming", "over"]
 
+# Share of sequences beyond the lag limit above which it is reported.
 LEFT_OUT = 0.05
-"""Share of sequences beyond the lag limit above which it is reported."""
-MOST_WORDS = 160
-"""Limit of a fix in the sentence, in characters; the diagnosis has all of it."""
+MOST_WORDS = 160  # characters of a fix in the sentence; the diagnosis has all of it
 
 
 GLYPHS: dict[Severity, str] = {
@@ -54,12 +49,10 @@ TONES: dict[Severity, Tone] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """The most important sentence about a run."""
-
     severity: Severity
     what: str
     do: str = ""
-    """Change to make; empty if none."""
+    """Change to make, if any."""
     diagnosis: DiagnosisRecord | None = None
     """Diagnosis behind it, with evidence and the whole fix."""
 
@@ -69,7 +62,7 @@ class Verdict:
 
     @property
     def line(self) -> str:
-        """The text with its glyph, as a terminal shows it."""
+        """The text with its glyph."""
         return f"{GLYPHS[self.severity]} {self.text}"
 
     @property
@@ -90,8 +83,6 @@ def verdict(status: RunStatus, info: RunInfo, state: RunState, now: float) -> Ve
 
 @dataclass(frozen=True)
 class Known(Run):
-    """Input of the checks."""
-
     @property
     def standing(self) -> list[DiagnosisRecord]:
         """Open diagnoses except advice, gravest first."""
@@ -203,7 +194,6 @@ def _diagnosed(known: Known) -> Verdict | None:
 
 
 def _first_words(fix: str) -> str:
-    """Return the first sentence of a fix."""
     # A sentence ends at a full stop between a small letter, bracket or digit, and a capital letter.
     first = re.split(r"(?<=[a-z)\]\d])\. (?=[A-Z])", one_line(fix), maxsplit=1)[0]
     return first if len(first) <= MOST_WORDS else f"{first[: MOST_WORDS - 1].rsplit(' ', 1)[0]} …"
@@ -219,7 +209,6 @@ def _stopped(known: Known) -> Verdict | None:
 
 
 def _restarts(known: Known) -> Verdict | None:
-    """Report components that restart: the first one, the cause, and the time of the last start."""
     found = restart(known)
     if found is None:
         return None
@@ -236,7 +225,6 @@ def _restarts_in_time(known: Known) -> Verdict | None:
 
 
 def _resumes(known: Known) -> Verdict | None:
-    """Report that trainer or environments are up again, before their first step."""
     words = resuming(known)
     return Verdict("coming", words) if words else None
 
@@ -250,7 +238,6 @@ def _late(known: Known) -> Verdict | None:
 
 
 def _coming(known: Known) -> Verdict | None:
-    """Report what the run waits for before the first step, and the time of the last start."""
     status, state = known.status, known.state
     waiting = [row for row in status.components if row.state is State.STARTING]
     if waiting and (not state.step or status.phase is Phase.STARTING):
@@ -288,7 +275,7 @@ def _coming(known: Known) -> Verdict | None:
 
 
 def starting_words(row: ComponentStatus, info: RunInfo, state: RunState, now: float) -> str:
-    """Describe a starting component: its stage, its time so far, and the time of its last start."""
+    """Describe a starting component: its stage, its time, and that of its last start."""
     # This run's own newest start replaces that of an earlier run.
     usual = (info.last_start_s | start_seconds(state.transitions)).get(row.name)
     last = f" (last time {duration(usual)})" if usual is not None else ""
@@ -299,7 +286,6 @@ def starting_words(row: ComponentStatus, info: RunInfo, state: RunState, now: fl
 
 
 def _too_old(known: Known) -> Verdict | None:
-    """Report sequences left out because their lag exceeds `max_policy_lag`."""
     steps = known.state.newest_steps
     out = sum(step.too_old for step in steps)
     taken = sum(step.sequences for step in steps)
@@ -349,4 +335,3 @@ LOOKS: tuple[Callable[[Known], Verdict | None], ...] = (
     _limited,
     _healthy,
 )
-"""Checks in order; the first result is the verdict."""

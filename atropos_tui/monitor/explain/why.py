@@ -1,9 +1,4 @@
-"""State of a run in words: what is wrong, what it waits for, since when, and the usual cause. Pure
-functions of a status.
-
-`Picture` is the text of `why`: the first line is about the run, then a paragraph for each component
-follows.
-"""
+"""`Picture`: the text of `why`, a line about the run and a paragraph for each component."""
 
 from __future__ import annotations
 
@@ -26,21 +21,18 @@ from atropos_tui.monitor.run.run_files import PlannedComponent, RunInfo, is_cras
 from atropos_tui.monitor.run.state import RunState
 from atropos_tui.monitor.run.timeline import clock
 
+# The trainer is overdue if it is silent for this many seconds and this many usual steps. A
+# diagnosis waits longer, because it is recorded and names a cause.
 SILENT_S, SILENT_STEPS = 10.0, 10
-"""The trainer is overdue if it is silent for this many seconds and this many usual steps. A
-diagnosis waits longer, because it is recorded and names a cause."""
 
 PIDS_SHOWN = 8
 DIAGNOSES_SHOWN = 5
-"""Limit of the diagnoses of each component."""
 
 
 class Picture:
-    """One moment of a run, and its plan for each component."""
+    """One moment of a run, and its plan."""
 
     def __init__(self, status: RunStatus, info: RunInfo, state: RunState, now: float) -> None:
-        """Args: `state`: from all records of the run; `now`: Unix seconds, used only while the run
-        lives."""
         self.status = status
         self.state = state
         self.rows = {row.name: row for row in status.components}
@@ -50,7 +42,7 @@ class Picture:
         self._open = open_diagnoses(state, status)
 
     def lines(self, component: str | None = None, columns: int | None = None) -> list[str]:
-        """Return the whole text, or the paragraph of one component; wrapped to `columns` if given.
+        """Return the text, or one component's paragraph, wrapped to `columns`.
 
         Raises:
             KeyError: no such component.
@@ -93,7 +85,7 @@ class Picture:
         return text + (f", and for {_listed(roots[1:])}" if len(roots) > 1 else "")
 
     def _roots(self) -> list[str]:
-        """Return the components at the start of each chain of waiting: they wait for no other."""
+        # The start of each chain of waiting: components that wait for no other.
         found: dict[str, None] = {}
         for row in self.rows.values():
             if row.state not in (State.HEALTHY, State.COMPLETED, State.STOPPED):
@@ -111,7 +103,7 @@ class Picture:
         return [root for gate in gates for root in self._root_of(gate, seen | {name})] or [name]
 
     def _closed_gates(self, row: ComponentStatus) -> list[tuple[str, str]]:
-        """Return the components that a pending one waits for, each with the required condition."""
+        # The components that a pending one waits for, each with the required condition.
         plan = self._plan.get(row.name)
         if row.state is not State.PENDING or plan is None:
             return []
@@ -125,7 +117,6 @@ class Picture:
         ]
 
     def _next_of_the_run(self) -> str:
-        """Describe the next event of a run in which no component is waited for."""
         by_role = sorted(
             self.rows.values(), key=lambda row: row.role is not Role.TRAINER
         )  # trainer first
@@ -147,8 +138,7 @@ class Picture:
     # A component.
 
     def _paragraph(self, row: ComponentStatus, width: int, columns: int | None) -> list[str]:
-        """Return the paragraph of a component; its name takes `width` cells (0: unpadded, without
-        indentation)."""
+        # The name takes `width` cells; 0: it is not padded, and nothing is indented.
         name = f"  {row.name}" if width else row.name
         head = f"{name:<{width}}  {glyph_and_word(row.state):<11}"
         first, *rest = [*self._ideas(row), *self._diagnosis(row)] or [""]
@@ -248,8 +238,7 @@ class Picture:
         return lines
 
     def _diagnosis(self, row: ComponentStatus) -> list[str]:
-        """Return the open diagnoses, gravest first; after the end of the run all of them, each
-        once."""
+        # Open ones, gravest first; after the end of the run all of them, each once.
         if not self._ended:
             found = [each for each in self._open if each.component == row.name][:DIAGNOSES_SHOWN]
             return [line for each in found for line in _diagnosis_lines(each, "")]
@@ -268,7 +257,6 @@ class Picture:
         return lines
 
     def _when(self, found: DiagnosisRecord) -> str:
-        """Return the time of a diagnosis, and of its end."""
         over = self.state.over_at(found)
         return f" at {clock(found.time)}" + (f", over at {clock(over)}" if over is not None else "")
 
@@ -282,7 +270,6 @@ class Picture:
         return self._for(row.since)
 
     def _for(self, since: float | None) -> str:
-        """Return ` for 12 s`; empty if the time is unknown."""
         return (
             "" if since is None or self._ended else f" for {duration(max(0.0, self._now - since))}"
         )
@@ -299,8 +286,7 @@ def _word(state: State) -> str:
 
 
 def next_stage(row: ComponentStatus) -> StageStatus | None:
-    """Return the first stage after the last one reached; earlier ones that were missed no longer
-    matter."""
+    """Return the first stage after the last one reached; earlier ones no longer matter."""
     if row.state not in (State.STARTING, State.HEALTHY, State.UNHEALTHY):
         return None
     if row.role is Role.ENGINE and row.state is not State.STARTING:
@@ -319,19 +305,17 @@ def doing(row: ComponentStatus) -> str:
     return f"waits for {words}" if known else "is starting"
 
 
+# Stages whose name does not say what the component does.
 _DOES = {"registered": "registers with run-api", "attached": "attaches to the engine"}
-"""Descriptions of stages whose name does not explain what the component does."""
 
 
 def _waiting_since(row: ComponentStatus) -> float | None:
-    """Return when the wait for the next stage began: at the last stage, or at the start of the
-    process."""
+    # The wait began at the last stage, or at the start of the process.
     times = [stage.reached_at for stage in row.stages if stage.reached_at is not None]
     return max(times) if times else row.started_at or row.since
 
 
 def _wrapped(line: str, columns: int | None, begin: int) -> list[str]:
-    """Wrap `line` to `columns` cells; continuation lines start in column `begin`."""
     if columns is None or len(line) <= columns:
         return [line]
     return textwrap.wrap(line, max(columns, begin + 20), subsequent_indent=" " * begin)
@@ -342,7 +326,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def silent_s(state: RunState, now: float) -> float | None:
-    """Return the seconds since the trainer's last record, if unusually long; else None."""
+    """Return the seconds since the trainer's last record, if unusually long."""
     if state.benchmark or state.trainer_time is None:  # the summary is the trainer's last record
         return None
     silent = now - state.trainer_time
@@ -352,8 +336,7 @@ def silent_s(state: RunState, now: float) -> float | None:
 
 
 def overdue(state: RunState, status: RunStatus, now: float) -> str:
-    """Describe the overdue step and the components that are down; empty while steps come, and
-    before the first."""
+    """Describe the overdue step and the components that are down; empty while steps come."""
     silent = silent_s(state, now) if state.step else None
     if silent is None:
         return ""

@@ -1,8 +1,6 @@
-"""Log lines for a screen: followed by `LogFeed`; stored, filtered, wrapped and searched in
-`LogBuffer`.
+"""Log lines for a screen: `LogFeed` follows them; `LogBuffer` stores, filters, wraps and searches.
 
-Entries have fixed numbers. A screen shows *rows*: one for each entry, or several for a wrapped one;
-with a filter, only matching entries.
+Entries have fixed numbers. A screen shows *rows*: one for each entry, or several for a wrapped one.
 """
 
 from __future__ import annotations
@@ -26,49 +24,49 @@ Kind = Literal["plain", "poll", "warning", "error", "note"]
 Level = Literal["all", "warning", "error", "most"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 
+# Seconds and lines read around a moment that the buffer no longer has.
 AROUND_S, AROUND_LINES = 30.0, 400
-"""Seconds and lines read around a moment that the buffer no longer has."""
+# Rows that are searched as one text.
 ROWS_AT_ONCE = 1000
-"""Rows that are searched as one text."""
+# Notes are shown at each level.
 _SHOWN: dict[Level, tuple[Kind, ...]] = {
     "all": ("plain", "poll", "warning", "error", "note"),
     "warning": ("warning", "error", "note"),
     "error": ("error", "note"),
     "most": ("plain", "warning", "error", "note"),
 }
-"""Kinds shown at each level; notes always are."""
 _LEVEL = re.compile(
     r"\b(?:(WARN|WARNING)|ERROR|CRITICAL|FATAL|Traceback|[A-Z]\w*(?:Error|Exception))\b"
 )
 _MAYBE = ("ERROR", "CRITICAL", "FATAL", "Traceback", "Error", "Exception", "WARN")
+# Access log line of a web server: method and status class.
 _ANSWER = re.compile(r'"([A-Z]+) \S+ HTTP/[\d.]+" ([1-5])\d\d\b')
-"""Access log line of a web server: method and status class."""
+# Parts that differ between equal lines: the time, and a client's port.
 _CHANGING = re.compile(
     r"\b(?:\d{4}-)?\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?|\b\d\d:\d\d:\d\d(?:[.,]\d+)?"
     r"|(?<=\d\.\d\.\d\.\d:)\d+|(?<=127\.0\.0\.1:)\d+(?= - )"
 )
-"""Parts that differ between equal lines: the time, and a client's port."""
+# Characters at the end of two lines that must be equal before they are compared in full.
 _SAME_END = 12
-"""Characters at the end of two lines that must be equal before they are compared in full."""
 
 
 class LogEntry(NamedTuple):
-    """One line. A `note` is inserted by us: a new attempt, or skipped lines."""
+    """One line. A `note` is ours: a new attempt, or skipped lines."""
 
     kind: Kind
     text: str
     component: str = ""
     time: float = 0.0
-    """Unix seconds; 0 if unused."""
+    """Unix seconds; 0 if unknown."""
     times: int = 1
-    """Number of repetitions in a row; `time` is that of the first."""
+    """Repetitions in a row; `time` is that of the first."""
 
     @property
     def shown(self) -> str:
         return self.text if self.times == 1 else f"{self.text}  × {self.times:,}"
 
     def repeats(self, other: LogEntry) -> bool:
-        """Return True if both lines are equal except for the time and a client's port."""
+        """Return True if only time and a client's port differ."""
         if (self.kind, self.component) != (other.kind, other.component) or self.kind == "note":
             return False
         if self.text == other.text:
@@ -80,11 +78,10 @@ class LogEntry(NamedTuple):
 
 
 class Classifier:
-    """Detect the level of a component's lines by the first level word: a warning that names an
-    error is a warning.
+    """Detects the level of a component's lines by their first level word.
 
     Indented lines of a traceback belong to it. A failed HTTP request is a warning, a successful GET
-    is a poll.
+    a poll.
     """
 
     def __init__(self) -> None:
@@ -107,29 +104,25 @@ class Classifier:
 
 
 class LogBuffer:
-    """Buffer of at most `capacity` entries. It drops the oldest ones singly, so that its height
-    stays constant."""
+    """At most `capacity` entries; the oldest are dropped."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.dropped = 0
-        """Number of dropped entries."""
-        self.width = 0
-        """Width of the longest line since the last clear, in cells."""
+        self.dropped = 0  # entries
+        self.width = 0  # cells of the longest line since the last clear
         self.level: Level = "all"
         self.pattern: Pattern | None = None
         self._wrap: int | None = None
         self._entries: list[LogEntry] = []
         self._base = 0
+        # Entry number and part of each row; None while each entry is one row.
         self._rows: list[tuple[int, int]] | None = None
-        """Entry number and part of each row; None while each entry is one row."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     @property
     def entries(self) -> list[LogEntry]:
-        """Stored entries, oldest first."""
         return self._entries
 
     def times(self) -> Iterator[tuple[int, float]]:
@@ -142,8 +135,7 @@ class LogBuffer:
         return len(self._entries) if self._rows is None else len(self._rows)
 
     def extend(self, entries: Iterable[LogEntry]) -> int:
-        """Append entries, or count repetitions of the newest one; return the number of rows dropped
-        at the top."""
+        """Append entries, or count repetitions; return the number of rows dropped at the top."""
         kept = self._entries
         first = len(kept)
         for entry in entries:
@@ -189,11 +181,10 @@ class LogBuffer:
             self._rows = self._rows_from(self._base)
 
     def _rows_from(self, first: int) -> list[tuple[int, int]]:
-        """Return the rows of shown entries from number `first` on."""
         return [row for number in self._shown(first) for row in self._rows_of(number)]
 
     def _shown(self, first: int) -> list[int]:
-        """Return the numbers of shown entries from `first` on."""
+        # numbers of entries
         entries = self._entries[first - self._base :]
         if self.pattern is None:
             return [first + at for at, entry in enumerate(entries) if self._has_level(entry)]
@@ -221,7 +212,7 @@ class LogBuffer:
         return chop_cells(text, width) or [""]
 
     def row(self, y: int) -> tuple[int, int, LogEntry, str] | None:
-        """Return number, part, entry and text of a row; None if there is none."""
+        """Return number, part, entry and text of a row, if it exists."""
         if not 0 <= y < self.height:
             return None
         number, part = (self._base + y, 0) if self._rows is None else self._rows[y]
@@ -243,8 +234,7 @@ class LogBuffer:
         return at if at < len(self._rows) and self._rows[at][0] == number else None
 
     def next_row(self, number: int, step: int) -> int | None:
-        """Return the row after the last one of an entry, or before its first; None if it is dropped
-        or hidden."""
+        """Return the row after the last one of an entry, or before its first."""
         first = self.row_of(number)
         if first is None:
             return None
@@ -253,8 +243,7 @@ class LogBuffer:
         return first + 1 if self._rows is None else bisect_left(self._rows, (number + 1, 0))
 
     def find(self, wanted: Pattern | Kind, start: int, step: int) -> int | None:
-        """Return the number of the next matching entry from row `start` in direction `step`,
-        wrapping around."""
+        """Return the number of the next matching entry from row `start`, wrapping around."""
         for begin in range(0, self.height, ROWS_AT_ONCE):
             steps = range(begin, min(begin + ROWS_AT_ONCE, self.height))
             rows = [(start + step * count) % self.height for count in steps]  # wraps around the end
@@ -277,15 +266,14 @@ class LogBuffer:
 
 
 class EntryMaker:
-    """Convert lines of several components into entries, with a note at each new attempt."""
+    """Converts lines of several components into entries."""
 
     def __init__(self) -> None:
-        self.attempts: dict[str, int] = {}
-        """Attempt of each component's last line."""
+        self.attempts: dict[str, int] = {}  # of each component's last line
         self._classifiers: dict[str, Classifier] = {}
 
     def entries(self, lines: Iterable[LogLine]) -> list[LogEntry]:
-        """Return the entries of `lines`, and notes between them."""
+        """Return the entries of `lines`, with a note at each new attempt."""
         entries: list[LogEntry] = []
         for at, name, attempt, text, _, is_note in lines:
             if self.attempts.get(name) != attempt:
@@ -303,7 +291,7 @@ class EntryMaker:
 
 
 class LogFeed:
-    """Logs of a run as a screen follows them; the followed components may change at every call."""
+    """Logs as a screen follows them."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -327,8 +315,7 @@ class LogFeed:
         return EntryMaker().entries(found)
 
     def read(self, names: tuple[str, ...]) -> list[LogEntry]:
-        """Return the lines printed since the last call; the latest lines after a change of
-        `names`."""
+        """Return the lines since the last call; the latest ones after a change of `names`."""
         if names != tuple(self._readers):
             self._merged.close()
             self._readers = {name: LogReader(self._run.logs / name, lossy=True) for name in names}

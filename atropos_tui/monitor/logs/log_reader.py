@@ -1,11 +1,8 @@
-"""Read the logs of components while they grow: `LogReader` for one, `MergedLogs` for several in
-order of arrival.
+"""Read growing logs: `LogReader` for one component, `MergedLogs` for several by time of arrival.
 
-A reader keeps its file open, so that a rotation (`N.log` becomes `N.log.1`) loses nothing. By
-default it reads everything, for a pipe or a scrolling terminal. A *lossy* reader keeps a screen up
-to date: it starts near the end, reads one bounded chunk a call, skips ahead if it is late, and
-inserts a note about the skipped part. Each line has the time at which its end arrived, from
-`supervisor.processes.logs`.
+A reader keeps its file open, so that a rotation (`N.log` becomes `N.log.1`) loses nothing. A
+*lossy* reader keeps a screen up to date: it reads one bounded chunk a call, and skips what it is
+too late for.
 """
 
 from __future__ import annotations
@@ -26,43 +23,41 @@ from atropos_common.system.files import IN_LOGS, next_data, open_regular
 from atropos_tui.monitor.format import bytes_text
 from atropos_tui.supervisor.processes.logs import LogTimes, attempts, latest_attempt
 
+# A lossy reader with more unread bytes skips ahead.
 MAX_BEHIND_BYTES = 4 * CHUNK_BYTES
-"""Unread bytes above which a lossy reader skips ahead."""
+# Bytes that a lossy reader reads per call in a flood: each line costs the screen time.
 FLOOD_BYTES = 32 * 1024
-"""Bytes that a lossy reader reads per call in a flood: each line costs the screen time."""
+# Reads without a skip that end a flood.
 CALM_READS = 20
-"""Reads without a skip that end a flood."""
 ROTATED = "[atropos] the log was rotated here; its earlier part is in the file ending in .1"
+# Each line of a merged log is held back this long.
 HOLD_S = 0.15
-"""Seconds for which a line of a merged log is held back."""
 
 
 class LogLine(NamedTuple):
-    """One line of a component's log, without its newline, decoded with replacement."""
+    """One line of a component's log, without its newline."""
 
     time: float
-    """Unix seconds, never decreasing within a reader."""
+    """Unix seconds of its arrival; never decreasing in a reader."""
     component: str
     attempt: int
     text: str
     read_at: float
-    """Time of reading, on the monotonic clock."""
+    """Monotonic clock."""
     is_note: bool = False
-    """The reader inserted it; the component did not print it."""
+    """Inserted by the reader."""
 
 
 ARRIVAL = itemgetter(0)
 
 
 class LogReader:
-    """Read the lines of one component, from its latest attempt's oldest kept byte, and then later
-    attempts.
+    """Reads one component, from its latest attempt on.
 
     Args:
         folder: `RUN/logs/COMPONENT`.
-        attempt: `"all"` starts with the first attempt that exists; a number reads that attempt
-            only.
-        lossy: prefer the newest lines; the last lines of an ended attempt are still read.
+        attempt: `"all"`: from the first attempt on; a number: only that attempt.
+        lossy: prefer the newest lines; the end of an ended attempt is still read.
     """
 
     def __init__(
@@ -76,12 +71,9 @@ class LogReader:
         self._times: LogTimes | None = None
         self._partial = b""
         self._clock = 0.0
-        self._begun = False
-        """True once something of this attempt was read."""
-        self._is_torn = False
-        """True after a skip into the middle of a line."""
-        self._calm = CALM_READS
-        """Reads since the last skip."""
+        self._begun = False  # something of this attempt was read
+        self._is_torn = False  # it skipped into the middle of a line
+        self._calm = CALM_READS  # reads since the last skip
         if isinstance(attempt, int):
             self._path = next(
                 (path for path in attempts(folder) if int(path.stem) == attempt), None
@@ -95,11 +87,8 @@ class LogReader:
         return self._path
 
     def skip(self, count: float = math.inf, since: float = -math.inf) -> None:
-        """Start late, before the first `drain`, but early enough for the last `count` lines since
-        `since` (Unix seconds).
-
-        At most about `CHUNK_BYTES` more per segment are read.
-        """
+        """Start late, but early enough for the last `count` lines since `since` (Unix seconds).
+        Call before the first `drain`."""
         for segment, path in self._backwards():
             file = _open(segment)
             if file is None or (self._file is not None and _same(file, self._file)):
@@ -113,8 +102,7 @@ class LogReader:
                 return
 
     def drain(self) -> Iterator[LogLine]:
-        """Yield complete lines up to the current end (lossy: at most a chunk). Call again for later
-        lines."""
+        """Yield complete lines up to the current end (lossy: at most a chunk)."""
         while True:
             later = (
                 self._next_attempt()
@@ -135,7 +123,6 @@ class LogReader:
         self._partial = b""
 
     def close(self) -> None:
-        """Close the open files."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -155,7 +142,7 @@ class LogReader:
         return (max if self.lossy else min)(later, key=lambda path: int(path.stem), default=None)
 
     def _backwards(self) -> Iterator[tuple[Path, Path]]:
-        """Yield every segment to read, newest first, with the log that it belongs to."""
+        # Every segment to read, newest first, with the log that it belongs to.
         first = self._number
         for path in sorted(attempts(self._folder), key=lambda path: -int(path.stem)):
             if int(path.stem) == first or (int(path.stem) > first and not self._alone):
@@ -194,7 +181,7 @@ class LogReader:
         return self._times
 
     def _rotated(self, path: Path, file: BinaryIO) -> BinaryIO | None:
-        """Return the next segment, opened, if `file` is no longer written; else None."""
+        # The next segment, opened, if `file` is no longer written.
         try:
             with contextlib.ExitStack() as stack:
                 newest = stack.enter_context(open_regular(path, IN_LOGS))
@@ -216,8 +203,6 @@ class LogReader:
             return None  # between the two steps of a rotation
 
     def _lines(self, file: BinaryIO, grows: bool) -> Iterator[LogLine]:
-        """Yield the unread lines of `file`; a lossy reader skips most of them, or leaves them for
-        later if the file grows."""
         assert self._times is not None
         size = os.fstat(file.fileno()).st_size
         if size < file.tell():  # the file was truncated: read it from its start
@@ -253,7 +238,7 @@ class LogReader:
             yield from self._timed(lines, end, read_at)
 
     def _jump(self, file: BinaryIO, left: int, at_once: int, allowed: int) -> Iterator[LogLine]:
-        """Skip a lossy reader that is late to the last `at_once` bytes, and insert a note."""
+        # Skips a lossy reader that is late to the last `at_once` bytes.
         assert self._times is not None
         is_late = left > (allowed if self._begun else at_once)
         self._calm = 0 if is_late and self._begun else self._calm + 1
@@ -269,8 +254,7 @@ class LogReader:
         self._begun = True
 
     def _timed(self, lines: list[bytes], begin: int, read_at: float) -> list[LogLine]:
-        """Decode lines; the first begins at offset `begin`. This is the innermost loop of all log
-        reading."""
+        # The innermost loop of all log reading. The first line begins at offset `begin`.
         assert self._times is not None
         arrival, number, ends, end = self._times.at, self._number, [], begin - 1
         for line in lines:
@@ -296,12 +280,10 @@ class LogReader:
 
 
 class MergedLogs:
-    """Merge several readers by order of arrival; a single one is not delayed.
+    """Merges several readers by time of arrival.
 
-    A line may reach its file a moment after a later line of another component reached its own.
-    While a run is followed, each line is therefore held back for `HOLD_S`. The order is right
-    unless the supervisor was blocked for longer. No line is lost or repeated, and memory holds a
-    chunk of each log plus the lines held back.
+    A line may reach its file after a later line of another component. So while a run is followed,
+    each line is held back for `HOLD_S`. No line is lost or repeated.
     """
 
     def __init__(self, readers: Sequence[LogReader]) -> None:
@@ -311,8 +293,7 @@ class MergedLogs:
         self._waiting: list[LogLine] = []
 
     def ready(self) -> Iterator[LogLine]:
-        """Yield the lines that are due, from the current content of the files. Exhaust it before
-        the next call."""
+        """Yield the lines that are due. Exhaust it before the next call."""
         if not self._holds:
             yield from self._in_order(*(reader.drain() for reader in self._readers))
             return
@@ -325,22 +306,18 @@ class MergedLogs:
                 self._waiting.append(line)
 
     def rest(self) -> Iterator[LogLine]:
-        """Yield everything that is left, including last lines without a newline, when nothing more
-        can come."""
+        """Yield everything that is left; call when nothing more can come."""
         waiting, self._waiting = self._waiting, []
         both = (itertools.chain(reader.drain(), reader.rest()) for reader in self._readers)
         yield from self._in_order(waiting, *both)
 
     def close(self) -> None:
-        """Close the open files."""
         for reader in self._readers:
             reader.close()
 
     def _due(self) -> float:
-        """Return the arrival time (Unix seconds) up to which lines are due.
-
-        If the clock of the lines is another machine's or was set back, the time of reading decides.
-        """
+        # If the clock of the lines is another machine's or was set back, the time of reading
+        # decides.
         oldest = time.monotonic() - HOLD_S
         return max(
             time.time() - HOLD_S,
@@ -355,8 +332,7 @@ class MergedLogs:
 
 
 def _start(file: BinaryIO, times: LogTimes, count: float, since: float) -> tuple[int, int]:
-    """Return the offset from which the last `count` lines since `since` are read, and the number of
-    lines after it."""
+    # The offset from which the last `count` lines since `since` are read, and the lines after it.
     if count == math.inf and since == -math.inf:
         return 0, 0
     times.refresh()

@@ -1,4 +1,4 @@
-"""Regular expressions typed by a user. RE2 matches them in linear time, so none can block."""
+"""Regular expressions typed by a user. RE2 matches in linear time, so none can block."""
 
 from __future__ import annotations
 
@@ -12,25 +12,15 @@ _SPECIAL = frozenset(r"\.^$*+?{}[]|()")
 
 
 class PatternError(ValueError):
-    """The text is not a regular expression; the message is the reason, in one line."""
+    """The text is not a regular expression; the message is the reason."""
 
 
 class UnsupportedPatternError(PatternError):
-    """Python accepts the expression, RE2 does not: look-around, back-references and the like."""
+    """Python accepts the expression, RE2 does not."""
 
 
 class Pattern:
-    """One regular expression in RE2's syntax.
-
-    Args:
-        text: the expression.
-        literal: search for the text itself.
-        ignore_case: ignore the case of letters.
-
-    Raises:
-        UnsupportedPatternError: RE2 lacks a feature of the expression.
-        PatternError: the text is not a regular expression.
-    """
+    """One regular expression; `literal`: search for the text itself."""
 
     def __init__(self, text: str, *, literal: bool = False, ignore_case: bool = False) -> None:
         self.text = text
@@ -42,27 +32,20 @@ class Pattern:
         self._ignore_case = ignore_case
         # A plain substring search is faster than RE2.
         self._words = folded if literal or not _SPECIAL.intersection(text) else None
-        """Plain text to search for, if the expression is nothing more: the most common and fastest
-        case."""
         self._knows_ends = any(mark in expression for mark in (r"\A", r"\z"))
 
     def search(self, text: str) -> bool:
-        """Return True if any part of `text` matches."""
         if self._words is not None:
             return self._words in (text.lower() if self._ignore_case else text)
         return self._one.search(_encoded(text)) is not None
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
-        """Return begin and end of each non-empty match in `text`, in characters."""
+        """Return begin and end of each non-empty match, in characters."""
         matches = self._one.finditer(_encoded(text).decode())
         return (match.span() for match in matches if match.end() > match.start())
 
     def matching(self, lines: Sequence[str]) -> Iterator[int]:
-        """Yield the indices of the matching lines, ascending.
-
-        A call of RE2 costs more than the search in one line, so lines are joined into one text if
-        possible.
-        """
+        """Yield the indices of the matching lines."""
         # One text only if lines have no newlines of their own and the expression has no \A or \z.
         data = _encoded("\n".join(lines)) if self._words is None else b""
         if self._words is not None or self._knows_ends or data.count(b"\n") >= len(lines):
@@ -77,8 +60,8 @@ class Pattern:
 
 
 def compiled(text: str) -> Pattern:
-    """Compile the text of a search field: case matters only with capitals, and an incomplete
-    expression is taken literally.
+    """Compile the text of a search field: capitals make case matter; an incomplete expression is
+    literal.
 
     Raises:
         UnsupportedPatternError: RE2 lacks a feature of the expression.
@@ -93,7 +76,7 @@ def compiled(text: str) -> Pattern:
 
 
 def _encoded(text: str) -> bytes:
-    """Encode as UTF-8; a lone surrogate becomes a question mark, so that offsets stay the same."""
+    # A lone surrogate becomes a question mark, so that offsets stay the same.
     return text.encode("utf-8", "replace")
 
 

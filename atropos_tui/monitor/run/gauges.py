@@ -1,7 +1,6 @@
-"""Use of the machine, the components and the engines of a run, from the supervisor's gauges.
+"""Use of machine, components and engines, from the supervisor's gauges.
 
-`GaugeHistory` stores records and turns counters into rates; `split_*` divide a resource by
-component.
+`GaugeHistory` turns counters into rates; `split_*` divide a resource by component.
 """
 
 from __future__ import annotations
@@ -15,22 +14,20 @@ from itertools import takewhile
 from atropos_common.protocol.control import ComponentStatus, GpuStatus, Role
 from atropos_common.protocol.records import GaugesRecord, HostUse
 
-KEPT = 4000
-"""Limit of stored records: more than a run's file has."""
-WINDOW_S = 15.0
-"""Window for rates of counters, in seconds."""
+KEPT = 4000  # more records than a run's file has
+WINDOW_S = 15.0  # window for rates of counters
 OTHER = "other"
 
 
 @dataclass(frozen=True)
 class EngineRates:
-    """Figures of an engine on a screen: gauges, and rates of counters over a window."""
+    """Gauges of an engine, and rates of its counters."""
 
     running: float | None
     waiting: float | None
     kv_use: float | None
     prefix_hit_rate: float | None
-    """Share of looked-up prefix tokens found in the cache; None without lookups."""
+    """Share of looked-up prefix tokens found in the cache."""
     generated_per_s: float | None
     weight_version: float | None = None
 
@@ -53,8 +50,7 @@ class GaugeHistory:
         self.samples.append(sample)
 
     def rates(self, engine: str) -> EngineRates | None:
-        """Return the rates of `engine` over the newest `WINDOW_S`; None if it did not answer the
-        last time."""
+        """Return the rates of `engine` over the newest `WINDOW_S`; None if it did not answer."""
         last = self.last
         now = last.engines.get(engine) if last else None
         if last is None or now is None:
@@ -88,8 +84,7 @@ class GaugeHistory:
         return [time for time, _ in known], [depth for _, depth in known]
 
     def card(self, index: int, node: str = "") -> list[tuple[float | None, float] | None]:
-        """Return utilisation and used memory share of one GPU, both 0 to 1; None for records
-        without it."""
+        """Return utilization and used memory share (0 to 1) of a GPU, by record."""
         cards = (
             {(gpu.node, gpu.index): gpu for gpu in sample.gpus}.get((node, index))
             for sample in self.samples
@@ -117,7 +112,7 @@ def _share(percent: int | None) -> float | None:
 
 
 def _grown(before: float | None, now: float | None) -> float | None:
-    """Return the growth of a counter; one that fell restarted from 0 with its process."""
+    # A counter that fell has restarted from 0 with its process.
     if before is None or now is None or not math.isfinite(now - before):
         return None
     return now - before if now >= before else now
@@ -153,13 +148,9 @@ def split_gpu(
 ) -> Split:
     """Divide the memory of one GPU by component.
 
-    NVML names processes by pids of the host, so inside a container they match no component. In that
-    case the trainer's own figure is used, if it has this GPU only, and the rest gets the names of
-    all possible holders.
-
     Args:
         planned: GPUs of each component in the plan.
-        trainer_bytes: memory reserved by torch in the trainer process, from its telemetry.
+        trainer_bytes: memory reserved by torch in the trainer process.
     """
     parts = [
         Share(row.name, float(gpu.held_bytes[row.name]))
@@ -184,7 +175,7 @@ def split_gpu(
 
 
 def split_memory(rows: Iterable[ComponentStatus], host: HostUse) -> Split | None:
-    """Divide the host's memory by component; None if unknown."""
+    """Divide the host's memory by component, if known."""
     if host.memory_total is None or host.memory_used is None:
         return None
     parts = [Share(row.name, float(row.memory_bytes)) for row in rows if row.memory_bytes]
@@ -193,7 +184,7 @@ def split_memory(rows: Iterable[ComponentStatus], host: HostUse) -> Split | None
 
 
 def split_cpu(rows: Sequence[ComponentStatus], host: HostUse) -> Split | None:
-    """Divide CPU use by component, in percent of one core; the total is all cores."""
+    """Divide CPU use by component, in percent of one core."""
     if host.cpu_percent is None or not host.cores:
         return None
     if any(row.pid for row in rows) and all(row.cpu_percent is None for row in rows):
@@ -208,11 +199,7 @@ def _rest(label: str, amount: float) -> list[Share]:
 
 
 def cells(split: Split, width: int) -> list[int]:
-    """Return the number of cells of each part: at most `width` in all, at least one for each part
-    above 0.
-
-    Cumulative sums are rounded, so that the parts end where their sum ends.
-    """
+    """Return the cells of each part: at most `width` in all, at least one for each part above 0."""
     if split.total <= 0 or width <= 0:
         return [0] * len(split.parts)
     edges, sum_so_far, taken = [], 0.0, 0

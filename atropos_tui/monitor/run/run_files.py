@@ -1,7 +1,7 @@
 """Read the files of a run: its description, its status or result, and its records as one feed.
 
-Every file may be missing, incomplete or of another version. What cannot be read, or is out of
-range, is left out; nothing raises. Reading takes time: call `RunFeed.read` outside the event loop.
+Every file may be missing, incomplete or of another version: what cannot be read is left out.
+Reading takes time: call `RunFeed.read` outside the event loop.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ from atropos_tui.supervisor.journal.store import ProcessTable
 from atropos_tui.supervisor.journal.tracker import Leftover
 
 GONE = "its supervisor is gone and left no result"
+# As the trainer writes it; inside a text its quotation marks would be escaped.
 _ROLLOUT = b'"kind":"rollout"'
-"""Marker of rollout records as the trainer writes them; inside a text its quotation marks would be
-escaped."""
+# The end of a longer stream is shown while the rest is read.
 LONG_BYTES = 4 * CHUNK_BYTES
-"""Size above which the end of a stream is shown while the rest is read."""
+# Newest neighbouring runs among which one of the same name is searched for.
 LOOKED_AT = 20
-"""Newest neighbouring runs among which one of the same name is searched for."""
 E = TypeVar("E", bound=StrEnum)
 
 
@@ -55,10 +54,10 @@ class PlannedComponent:
     role: Role
     port: int | None = None
     gpus: tuple[int, ...] = ()
-    """GPU indices of NVML."""
+    """NVML indices."""
     command: tuple[str, ...] = ()
     depends_on: dict[str, str] = field(default_factory=dict)
-    """Condition for each component that it waits for: started, healthy or completed."""
+    """Condition (started, healthy or completed) by component that it waits for."""
     start_timeout_s: float | None = None
     max_restarts: int | None = None
     window_s: float | None = None
@@ -68,29 +67,27 @@ class PlannedComponent:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Description of a run. A field is empty or None if no file has it."""
+    """Description of a run; what no file has is empty or None."""
 
     run_id: str = ""
     name: str = ""
     mode: str = ""
     model: str = ""
     training_steps: int | None = None
-    """Requested number of optimizer steps."""
     components: list[PlannedComponent] = field(default_factory=list)
     other_trainer: str = ""
-    """Program name and first argument of a trainer that is not ours."""
+    """Program and first argument of a trainer that is not ours."""
     last_start_s: dict[str, float] = field(default_factory=dict)
-    """Start time of each component, in seconds, in the newest run of the same name; see
-    `last_starts`."""
+    """Start times in the newest run of the same name (`last_starts`)."""
 
     @property
     def short_model(self) -> str:
-        """The model without the folders of a path; a hub name unchanged."""
+        """The model without the folders of a path."""
         return PurePath(self.model).name if self.model.startswith(("/", ".", "${")) else self.model
 
 
 def read_info(run: RunDir) -> RunInfo:
-    """Read run.json, plan.json and profile.toml of `run`."""
+    """Read run.json, plan.json and profile.toml."""
     meta, plan, profile = (
         read_json(run.run_json),
         read_json(run.plan_json),
@@ -117,7 +114,7 @@ def read_info(run: RunDir) -> RunInfo:
 
 
 def start_seconds(transitions: Iterable[StateRecord]) -> dict[str, float]:
-    """Return the duration in seconds of each component's newest completed start."""
+    """Return the seconds of each component's newest completed start."""
     began: dict[str, float] = {}
     took: dict[str, float] = {}
     for move in transitions:
@@ -144,7 +141,7 @@ def last_starts(run: RunDir, name: str) -> dict[str, float]:
 
 
 def changed_at(path: Path) -> int:
-    """Return the modification time of a file in nanoseconds; 0 if it does not exist."""
+    """Return the modification time in nanoseconds; 0 without a file."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -152,12 +149,7 @@ def changed_at(path: Path) -> int:
 
 
 def status_from_files(run: RunDir, info: RunInfo, state: RunState) -> RunStatus:
-    """Build the status from the files: components in their last recorded state, the end from
-    result.json.
-
-    Without result.json, the process table shows whether the supervisor lives (and only does not
-    answer) or is gone, and which processes are left.
-    """
+    """Build the status from the last recorded states, result.json, or else the process table."""
     result = read_json(run.result_json)
     started = moment(read_json(run.run_json).get("started_at"))
     code = exit_code(run)
@@ -213,7 +205,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def exit_code(run: RunDir) -> int | None:
-    """Return the exit code of `run`; None while it runs, or without a result."""
+    """Return the exit code of `run`; None without a result."""
     return _whole(read_json(run.result_json).get("exit_code"))
 
 
@@ -224,7 +216,7 @@ def moment(value: object) -> float | None:
 
 
 def flag(command: list[Any], name: str) -> str:
-    """Return the value of a flag in a command line (`--a b` or `--a=b`); empty if it is not set."""
+    """Return the value of a flag (`--a b` or `--a=b`); empty if it is not set."""
     for at, part in enumerate(command):
         if part == name and at + 1 < len(command):
             return str(command[at + 1])
@@ -277,7 +269,7 @@ def _planned(item: dict[str, Any]) -> PlannedComponent:
 
 
 def _stages(item: PlannedComponent, state: RunState) -> list[StageStatus]:
-    """Return the stages of a component, with the times of its newest attempt."""
+    # With the times of its newest attempt.
     attempts = [record.attempt for record in state.transitions if record.component == item.name]
     newest = max(attempts, default=0)
     reached = {
@@ -292,7 +284,7 @@ def _stages(item: PlannedComponent, state: RunState) -> list[StageStatus]:
 
 
 def _member(kind: type[E], value: object) -> E | None:
-    """Return the member of `kind` with this value; None if this version does not know it."""
+    # None if this version does not know the value.
     return next((member for member in kind if member.value == value), None)
 
 
@@ -308,7 +300,7 @@ def _list(value: object) -> list[Any]:
 
 
 def _text(value: object) -> str:
-    """Plain text: a foreign name must not send escape sequences to a terminal."""
+    # A foreign name must not send escape sequences to a terminal.
     return one_line(value) if isinstance(value, str) else ""
 
 
@@ -321,7 +313,7 @@ def _number(value: object) -> float | None:
 
 
 def _step_count(words: str) -> int | None:
-    """Parse a step count; the length check comes first because Python refuses huge numbers."""
+    # The length first: Python refuses to parse huge numbers.
     short = words.isdecimal() and len(words) <= len(str(MOST_STEPS))
     return _whole(int(words)) if short else None
 
@@ -396,8 +388,7 @@ def without_result(run: RunDir, status: RunStatus) -> RunStatus:
 
 
 def _last_heard(status: RunStatus) -> str:
-    """Describe an end that the journal contains although result.json is missing, for example on a
-    full disk."""
+    # The journal may know the end although result.json is missing, as on a full disk.
     failed = next((row for row in status.components if row.state is State.FAILED), None)
     if failed:
         return f"; before, {failed.name} had failed: {failed.reason}"
@@ -431,17 +422,15 @@ def _present(
 
 @dataclass
 class RecordBatch:
-    """Result of one `read`."""
-
     records: list[Record]
     behind: bool
     """More data is waiting: read again at once."""
     from_start: bool
-    """A file was cut or replaced and is read from its start again: begin with a new `RunState`."""
+    """A file was replaced: begin with a new `RunState`."""
 
 
 def streams(run: RunDir) -> list[Path]:
-    """Return the paths of all record files of `run`, existing or not."""
+    """Return all record files of `run`, existing or not."""
     return [
         run.supervisor_jsonl,
         run.telemetry_jsonl,
@@ -460,7 +449,7 @@ class RunFeed:
 
     @property
     def bad_lines(self) -> int:
-        """Number of invalid lines in all streams."""
+        """Invalid lines in all streams."""
         return sum(tail.bad_lines for tail in self._tails.values())
 
     def read(self) -> RecordBatch:
@@ -476,10 +465,8 @@ class RunFeed:
         return RecordBatch(records, any(tail.behind for tail in self._tails.values()), False)
 
     def newest(self) -> list[Record]:
-        """Return the newest records of every stream, if one of them takes a while to read.
-
-        They show the current state only; the history is still missing.
-        """
+        """Return the newest records, if a stream takes a while to read: the state without the
+        history."""
         paths = streams(self.run)
         if max(map(size_of, paths)) <= LONG_BYTES:
             return []
@@ -487,8 +474,7 @@ class RunFeed:
         return [record for tail in tails for record in tail.read()]
 
     def catch_up(self, state: RunState) -> RunState:
-        """Apply everything in the files to `state`; return a new state if the files were
-        replaced."""
+        """Apply everything in the files to `state`; return a new state if files were replaced."""
         while True:
             batch = self.read()
             if batch.from_start:
@@ -499,20 +485,20 @@ class RunFeed:
                 return state
 
     def _tail(self, path: Path) -> RecordTail:
-        """Open a stream from its start, without rollouts that the state would drop again."""
+        # Without rollouts that the state would drop again.
         return RecordTail(
             path, unread=_ROLLOUT, unread_before=nth_from_end(path, _ROLLOUT, ROLLOUTS_KEPT)
         )
 
     def _start_over(self) -> RecordBatch:
-        """Read every stream from its start, so that one new state holds all of them."""
+        # All streams, so that one new state holds all of them.
         self._tails = {path: RecordTail(path) for path in self._tails}
         self._restarts = 0
         return RecordBatch([], True, True)
 
 
 def names_of(roots: Sequence[Path]) -> list[str]:
-    """Return display names of runs: their folders, with the parent folder if names repeat."""
+    """Return the folders of runs, with their parents if names repeat."""
     count = Counter(root.name for root in roots)
     return [
         f"{root.parent.name}/{root.name}" if count[root.name] > 1 else root.name for root in roots
@@ -520,7 +506,7 @@ def names_of(roots: Sequence[Path]) -> list[str]:
 
 
 def load_run(root: Path) -> tuple[RunInfo, RunState, RunFeed]:
-    """Read all files of a run in their current state."""
+    """Read all files of a run."""
     feed = RunFeed(RunDir(root))
     state = feed.catch_up(RunState())
     info = read_info(feed.run)
@@ -528,7 +514,7 @@ def load_run(root: Path) -> tuple[RunInfo, RunState, RunFeed]:
 
 
 def size_of(path: Path) -> int:
-    """Return the size of a file in bytes; 0 if it does not exist."""
+    """Return the size in bytes; 0 without a file."""
     try:
         return path.stat().st_size
     except OSError:
@@ -536,7 +522,7 @@ def size_of(path: Path) -> int:
 
 
 def within(folder: Path) -> list[Path]:
-    """Return the entries of `folder`; empty if it cannot be listed."""
+    """Return the entries of `folder`; none if it cannot be listed."""
     try:
         return list(folder.iterdir())
     except OSError:

@@ -1,7 +1,4 @@
-"""Points of a curve: a metric over optimizer steps in bounded memory (`Series`), and thinned for
-drawing (`thin`).
-
-    series.put(step, value, time)
+"""A metric over optimizer steps in bounded memory (`Series`), and thinned for drawing (`thin`).
 
 The newest and the first points are kept. Points between them are merged: one point stands for 2, 4,
 8 ... steps, with their mean, lowest and highest value.
@@ -19,22 +16,21 @@ from operator import mul
 from atropos_tui.monitor.format import real
 
 MOST_STEPS = 2**53
+# An axis cannot scale magnitudes beyond these, which come from foreign records.
 LARGEST, SMALLEST = 1e300, 1e-300
-"""Magnitudes beyond these, from foreign records, are not plotted: an axis could not scale them."""
+# Beyond it old points are merged; a shorter run is kept whole.
 MOST_POINTS = 8192
-"""Limit of the points of a series; beyond it, old ones are merged. A shorter run is kept whole."""
+# Never merged: the newest points, and the first, where a run compiles and warms up.
 NEWEST, FIRST = 2048, 32
-"""Points that are never merged, at the end and at the beginning, where a run compiles and warms
-up."""
+# Points freed by a merge, so that merges are rare.
 ROOM = MOST_POINTS // 4
-"""Points freed by a merge, so that merges are rare."""
 
 
 class Series:
     """Values by step, ascending. NaN and infinities are stored; a missing value has no point.
 
-    All values are in packed arrays. Each of the oldest `len(counts)` points may stand for several
-    steps: `values` has their mean, `steps` and `times` those of the first.
+    Each of the oldest `len(counts)` points may stand for several steps: `values` has their mean,
+    `steps` and `times` those of the first.
     """
 
     def __init__(
@@ -42,16 +38,14 @@ class Series:
     ) -> None:
         self.steps = array("q", steps)
         self.values = array("d", values)
-        self.times = array("d", times)
-        """Unix seconds of each point."""
-        self.counts = array("q")
-        """Number of steps of each of the oldest points; every later point is one step."""
+        self.times = array("d", times)  # Unix seconds
+        self.counts = array("q")  # steps of each of the oldest points
+        # Lowest and highest value of those points; NaN if one was not finite (the mean leaves it
+        # out).
         self.lows, self.highs = array("d"), array("d")
-        """Lowest and highest value of those points; NaN if one was not finite (the mean in `values`
-        leaves it out)."""
+        # A merged point has the steps with the same `step // _width`: curves of one run stay
+        # comparable.
         self._width = 1
-        """A merged point has the steps with the same `step // _width`, so that curves of one run
-        stay comparable."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Series):
@@ -73,40 +67,33 @@ class Series:
 
     @property
     def last(self) -> float | None:
-        """Newest value; None without data."""
         return self.values[-1] if self.values else None
 
     @property
     def is_merged(self) -> bool:
-        """True if points may stand for several steps."""
         return bool(self.counts)
 
     @property
     def count(self) -> int:
-        """Number of steps with a value."""
+        """Steps with a value."""
         return sum(self.counts) + len(self) - len(self.counts)
 
     @property
     def total(self) -> float:
-        """Sum over all steps."""
         return sum(map(mul, self.values, self.counts)) + sum(self.values[len(self.counts) :])
 
     @property
     def mean(self) -> float | None:
-        """Mean over all steps; NaN if one value is NaN, None without values."""
+        """Mean over all steps; NaN if one value is NaN."""
         return self.total / self.count if self.steps else None
 
     @property
     def highest(self) -> float | None:
-        """Maximum over all steps; None without data."""
+        """Maximum over all steps."""
         return max([*self.highs, *self.values[len(self.counts) :]], default=None)
 
     def put(self, step: int, value: float, time: float = 0.0) -> None:
-        """Add the point of `step`, or replace it. An integer beyond the range of floats becomes
-        infinite.
-
-        A value for steps that are already merged is dropped.
-        """
+        """Add the point of `step`, or replace it. A value for merged steps is dropped."""
         steps = self.steps
         if type(value) is not float:
             value = real(value)
@@ -126,7 +113,7 @@ class Series:
             self._merge_old()
 
     def cut(self, step: int) -> None:
-        """Drop every point from `step` on, and one that has steps on both sides of it."""
+        """Drop every point from `step` on, and one with steps on both sides of it."""
         at = bisect_left(self.steps, step)
         before = at - 1
         if 0 <= before < len(self.counts) and self.counts[before] > 1:
@@ -136,7 +123,7 @@ class Series:
             del points[at:]
 
     def at(self, step: int) -> float | None:
-        """Return the value of exactly this step; None if it has none."""
+        """Return the value of exactly this step, if it has one."""
         at = bisect_left(self.steps, step)
         return self.values[at] if at < len(self) and self.steps[at] == step else None
 
@@ -165,7 +152,7 @@ class Series:
         return found
 
     def like(self, values: Iterable[float]) -> Series:
-        """Return a series with other values for the same points and step counts."""
+        """Return other values for the same points and step counts."""
         found = Series(self.steps, values, self.times)
         found.counts, found._width = self.counts[:], self._width
         found.lows, found.highs = found.values[: len(self.counts)], found.values[: len(self.counts)]
@@ -176,10 +163,8 @@ class Series:
         return list(self.values[-count:]) if count > 0 else []
 
     def extremes(self) -> Series:
-        """Return the series for drawing: a merged point becomes its lowest and highest value.
-
-        If one of its values was not finite, it becomes the mean and a gap.
-        """
+        """Return the series for drawing: a merged point becomes its lowest and highest value, or
+        its mean and a gap if a value was not finite."""
         merged = len(self.counts)
         if not merged:
             return self
@@ -197,8 +182,6 @@ class Series:
         return found
 
     def _merge_old(self) -> None:
-        """Merge points between the first and the newest; double the merge width if that is not
-        enough."""
         merged, end = len(self.counts), len(self) - NEWEST
         values = self.values[merged:end]
         self.counts.extend([1] * len(values))
@@ -213,7 +196,7 @@ class Series:
             self._merge(FIRST)
 
     def _merge(self, start: int) -> None:
-        """Merge the old points from index `start` on that share a slot of `_width` steps."""
+        # Points that share a slot of `_width` steps.
         found = Series()
         steps, width, end, at = self.steps, self._width, len(self.counts), start
         while at < end:
@@ -238,7 +221,7 @@ class Series:
             getattr(self, name)[start:end] = getattr(found, name)
 
     def _summed(self, start: int, end: int) -> tuple[float, float, float, int]:
-        """Return mean, lowest, highest and step count of the merged points."""
+        # Mean, lowest, highest and step count.
         values, counts, lows = self.values[start:end], self.counts[start:end], self.lows[start:end]
         total, count = sum(map(mul, values, counts)), sum(counts)
         # Nearly always all values are finite; then builtins do the work, without a Python loop.
@@ -266,16 +249,12 @@ def on_scale(value: float) -> float:
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """Arithmetic mean; NaN if one value is NaN, None without values."""
+    """Return the mean, NaN if one value is NaN, None without values."""
     return sum(values) / len(values) if values else None
 
 
 def thin(series: Series, most: int) -> Series:
-    """Return about `most` points of `series`: first, last, and the extremes of each slice in their
-    order.
-
-    A slice with a non-finite value keeps one such value as well, so that the gap is visible.
-    """
+    """Return about `most` points: first, last, and the extremes of each slice in their order."""
     is_merged, series = series.is_merged, series.extremes()
     if len(series) <= most:
         return series
@@ -300,7 +279,7 @@ def thin(series: Series, most: int) -> Series:
 
 
 def averaged(series: Series, most: int) -> Series:
-    """Return means over at most `most` slices; each is at the first step of its slice."""
+    """Return means over at most `most` slices, at the first step of each."""
     if len(series) <= most:
         return series
     slices = list(_slices(series, most, by_steps=series.is_merged))
@@ -317,8 +296,7 @@ def averaged(series: Series, most: int) -> Series:
 
 
 def _slices(series: Series, count: int, *, by_steps: bool) -> Iterator[tuple[int, int]]:
-    """Yield at most `count` ranges that cover `series`, of equal numbers of points; with
-    `by_steps`, of steps, because merged points have more of them."""
+    # Ranges of equal numbers of points; with `by_steps` of steps, because merged points have more.
     edges = [len(series) * at // count for at in range(count + 1)]
     if by_steps:
         first, width = series.steps[0], series.steps[-1] + 1 - series.steps[0]

@@ -1,8 +1,7 @@
-"""State of a run from its records: `RunState.apply(record)`. Pure, in memory; lists of texts are
-bounded.
+"""State of a run from its records: `RunState.apply(record)`. Lists of texts are bounded.
 
-From the first step of a later attempt on, trainer records of earlier attempts are dropped: after a
-crash the trainer returns to its checkpoint, and later steps of the old attempt no longer count.
+After a crash the trainer returns to its checkpoint, so a later attempt replaces the later steps of
+earlier ones.
 """
 
 from __future__ import annotations
@@ -51,29 +50,27 @@ def _numbers(kind: type[Record], *without: str) -> tuple[str, ...]:
     )
 
 
+# Fields that become curves; `tokens` is that of the step record.
 METRICS: dict[type[Record], tuple[str, ...]] = {
     StepRecord: _numbers(StepRecord),
     AlignmentRecord: _numbers(AlignmentRecord, "tokens"),
     TimingRecord: _numbers(TimingRecord),
     MemoryRecord: _numbers(MemoryRecord),
 }
-"""Numeric fields that become curves, by record type (`tokens` is that of the step record)."""
+# Fields with named numbers -> prefix of their curve names, before a slash.
 TABLES: dict[type[Record], dict[str, str]] = {
     StepRecord: {"left_out": "left_out", "logprobs_from": "logprobs_from"},
     SyncRecord: {"phases": "sync"},
 }
-"""Fields with named numbers -> prefix of their curve names, before a slash."""
+# Share of a step's groups with an advantage; flat groups teach nothing.
 USEFUL_GROUPS = "useful_groups"
-"""Curve name: share of a step's groups with an advantage. Flat groups teach nothing."""
+# Sums over steps of fields that are rates or shares: tokens, idle seconds of engines, seconds of
+# the steps that report idle time; accepted tokens, used seconds of capacity, seconds of the steps
+# that report it.
 TOKENS, IDLE_S, COUNTED_S = "tokens", "idle_s", "counted_s"
-"""Names of sums over steps, for fields that are rates or shares: tokens, idle seconds of engines,
-and seconds of the steps that report idle time."""
 ACCEPTED, CAPACITY_S, RATED_S = "accepted", "capacity_s", "rated_s"
-"""More such sums: accepted tokens, used seconds of engine capacity, and seconds of the steps that
-report it."""
 SUMS = (TOKENS, IDLE_S, COUNTED_S, ACCEPTED, CAPACITY_S, RATED_S)
-MOST_CURVES = 400
-"""Limit of curve names; a stream could contain endlessly many."""
+MOST_CURVES = 400  # a stream could contain endlessly many names
 
 
 ROLLOUTS_KEPT = 1000
@@ -86,27 +83,25 @@ COMMANDS_KEPT = 200
 
 @dataclass
 class RunState:
-    """History of one run. Apply the records of its streams in any order across streams."""
+    """History of one run. Records may come in any order across streams."""
 
     series: dict[str, Series] = field(default_factory=dict)
     evals: dict[str, Series] = field(default_factory=dict)
-    """Accuracy by environment and split, over weight versions (over run-api's step if the version
-    is unknown)."""
+    """Accuracy by `ENV/SPLIT`, over weight versions, else run-api's steps."""
     env_metrics: dict[str, Series] = field(default_factory=dict)
-    """Metrics of environments by `ENV:NAME`, over run-api's steps."""
+    """Metrics by `ENV:NAME`, over run-api's steps."""
     attempt: int = 0
     attempt_steps: dict[int, int] = field(default_factory=dict)
     """First step of each attempt of the trainer."""
     step: int = 0
     """Newest optimizer step; 0 before the first."""
     trainer_time: float | None = None
-    """Time of the newest trainer record, in Unix seconds; shows how long the trainer is silent."""
+    """Unix seconds of the newest trainer record."""
     newest_steps: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
-    """Complete records, for fields without a curve."""
     alignment: AlignmentRecord | None = None
     benchmark: BenchmarkRecord | None = None
     ranks: RanksRecord | None = None
-    """Record of the newest step; None for a trainer with one rank."""
+    """Newest step; None with one rank."""
     rollouts: deque[RolloutRecord] = field(default_factory=lambda: deque(maxlen=ROLLOUTS_KEPT))
     checkpoints: deque[CheckpointRecord] = field(
         default_factory=lambda: deque(maxlen=CHECKPOINTS_KEPT)
@@ -116,28 +111,27 @@ class RunState:
     syncs: Series = field(default_factory=Series)
     """Seconds of every publish, over weight versions."""
     newest_sync: SyncRecord | None = None
-    """Complete record, with the engines that it left out."""
     transitions: deque[StateRecord] = field(default_factory=lambda: deque(maxlen=TRANSITIONS_KEPT))
     diagnoses: deque[DiagnosisRecord] = field(default_factory=lambda: deque(maxlen=DIAGNOSES_KEPT))
-    """Every diagnosis as opened, oldest first; `over_at` returns when it ended."""
+    """Every diagnosis as opened, oldest first."""
     standing: dict[tuple[str | None, str, str], DiagnosisRecord] = field(default_factory=dict)
     """Open diagnoses by component, rule and title."""
     _over_at: dict[int, float] = field(default_factory=dict)
-    """End of each diagnosis in Unix seconds, by the `seq` of its opening."""
+    """End in Unix seconds, by the `seq` of the opening."""
     stages: dict[str, list[StageRecord]] = field(default_factory=dict)
-    """Stages of each component's newest attempt, oldest first."""
+    """Each component's newest attempt, oldest first."""
     commands: dict[str, CommandRecord] = field(default_factory=dict)
-    """Latest record of each command, by id, oldest first."""
+    """Latest record by command id, oldest first."""
     gauges: GaugeHistory = field(default_factory=GaugeHistory)
     supervisor_seq: int = -1
-    """`seq` of the last applied record of supervisor.jsonl."""
+    """Last applied record of supervisor.jsonl."""
     unknown: int = 0
-    """Number of records of unknown kinds."""
+    """Records of unknown kinds."""
     newest_version: int = SCHEMA_VERSION
     """Highest schema version in the records."""
 
     def apply(self, record: Record) -> None:
-        """Apply one record. Never raises for a parsed record."""
+        """Apply one record; never raises for a parsed one."""
         if record.v > self.newest_version:
             self.newest_version = record.v
         if isinstance(record, TrainerRecord):
@@ -154,18 +148,17 @@ class RunState:
             self.unknown += 1
 
     def metric(self, name: str) -> Series:
-        """Return the series of a metric of the trainer or an environment, or of an accuracy; empty
-        without data."""
+        """Return a curve of the trainer, of an environment, or of an accuracy; empty without
+        data."""
         return (
             self.series.get(name) or self.env_metrics.get(name) or self.evals.get(name) or Series()
         )
 
     def names(self) -> list[str]:
-        """Return the names of all curves: of the trainer, accuracies, of environments."""
+        """Return the names of all curves."""
         return [*sorted(self.series), *sorted(self.evals), *sorted(self.env_metrics)]
 
     def open_commands(self) -> list[CommandRecord]:
-        """Return the commands that are accepted or running."""
         return [
             record for record in self.commands.values() if record.status in ("accepted", "running")
         ]
@@ -186,8 +179,7 @@ class RunState:
             del self.standing[next(iter(self.standing))]
 
     def _end_of_older(self, move: StateRecord) -> None:
-        """End diagnoses of an older version, which recorded no ends, when their component is
-        healthy or completed."""
+        # An older version recorded no ends: its diagnoses end when the component is well.
         if move.new in (State.HEALTHY, State.COMPLETED):
             for key, found in list(self.standing.items()):
                 if found.component == move.component and not found.severity:
@@ -229,8 +221,7 @@ class RunState:
             self.benchmark = record
 
     def _put_numbers(self, record: TrainerRecord) -> None:
-        """Add a point for every number of `record`, including fields that this version does not
-        know."""
+        # Includes fields that this version does not know.
         names = METRICS.get(type(record))
         if names is not None:
             values, step, time = record.__dict__, record.step, record.time
@@ -263,7 +254,6 @@ class RunState:
             self.sums[RATED_S].put(step, seconds, time)
 
     def _put_unnamed(self, record: TrainerRecord, more: dict[str, Any]) -> None:
-        """Add the numbers of unknown fields, and values derived from them."""
         found = {name: value for name, value in more.items() if type(value) in (int, float)}
         if groups := found.get("groups"):
             found[USEFUL_GROUPS] = 1 - real(found.get("flat_groups", 0)) / real(groups)
@@ -281,7 +271,7 @@ class RunState:
         series.put(step, value, time)
 
     def _begin_attempt(self, record: TrainerRecord) -> None:
-        """Note a new attempt's first step, and drop the later steps of earlier attempts."""
+        # The later steps of earlier attempts no longer count.
         first = record.step
         self.attempt_steps[record.attempt] = first
         if any(later > record.attempt for later in self.attempt_steps):
@@ -320,8 +310,7 @@ class RunState:
                 self._put(self.env_metrics, f"{record.env}:{name}", step, value, record.time)
 
     def _apply_supervisor(self, record: ComponentRecord) -> None:
-        """Apply a record once: it comes from the file and from the live stream, with the same
-        `seq`."""
+        # Once: a record comes from the file and from the live stream, with the same `seq`.
         if record.seq <= self.supervisor_seq:
             return
         self.supervisor_seq = record.seq

@@ -30,7 +30,7 @@ from atropos_tui.monitor.run.state import RunState
 
 @dataclass(frozen=True)
 class Event:
-    """One line of the timeline, and its detail. All texts are plain."""
+    """One line of the timeline. All texts are plain."""
 
     time: float
     component: str
@@ -42,7 +42,7 @@ class Event:
 
 
 def clock(at: float) -> str:
-    """Return the local time of day; dashes if `at` is not a valid time."""
+    """Return the local time of day."""
     try:
         return f"{datetime.fromtimestamp(at):%H:%M:%S}"
     except (ValueError, OverflowError, OSError):
@@ -50,8 +50,7 @@ def clock(at: float) -> str:
 
 
 def timeline(state: RunState) -> list[Event]:
-    """Return every event, oldest first. Each source is sorted, because a clock may have been set
-    back."""
+    """Return every event, oldest first."""
     sources = (
         (_moved(record) for record in state.transitions),
         (diagnosed(record, state.over_at(record)) for record in state.diagnoses),
@@ -84,7 +83,7 @@ def _moved(record: StateRecord) -> Event:
 
 
 def diagnosed(record: DiagnosisRecord, over_at: float | None = None) -> Event:
-    """Return a diagnosis as an event; `over_at`: its end, in Unix seconds."""
+    """Return a diagnosis as an event."""
     over = "" if over_at is None else f"at {clock(over_at)}"
     parts = [
         ("evidence", record.evidence),

@@ -1,5 +1,4 @@
-"""Alignment panel: do trainer and engine compute the same token probabilities? Verdict, cause and
-fix."""
+"""Alignment panel: do trainer and engine compute the same token probabilities?"""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def verdict_text(alignment: AlignmentRecord) -> tuple[str, str]:
 
 
 class AlignmentPanel(TextPanel):
-    """Newest alignment record in words; the charts beside it show the history."""
+    """Newest alignment record in words."""
 
     SCOPED_CSS = False
     DEFAULT_CSS = """
@@ -98,6 +97,6 @@ class AlignmentPanel(TextPanel):
 
 
 def fix_of(view: View) -> str:
-    """Return the fix of the newest diagnosis about alignment; empty if there is none."""
+    """Return the fix of the newest diagnosis about alignment, if any."""
     found = [item for item in view.state.diagnoses if item.rule in ALIGNMENT_RULES and item.fix]
     return found[-1].fix if found else ""

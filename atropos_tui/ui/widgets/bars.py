@@ -20,14 +20,14 @@ from atropos_tui.monitor.logs.patterns import Pattern, PatternError, compiled
 from atropos_tui.ui.theme import state_text
 from atropos_tui.ui.widgets.panel import TextPanel, View
 
+# Applies a pattern, or None; returns how much matches, in words.
 Apply = Callable[[Pattern | None], str]
-"""Applies a pattern, or None; returns how much matches, in words."""
 # Note for patterns with a syntax error, for example a lone bracket.
 PLAIN = "not a regular expression, searched as plain text"
 
 
 class SearchBar(Horizontal):
-    """Input line of a search or a filter. It takes effect at once; Enter keeps it, Esc drops it."""
+    """Input line of a search or filter. It takes effect at once; Enter keeps it, Esc drops it."""
 
     DEFAULT_CSS = """
     SearchBar {
@@ -114,8 +114,7 @@ class SearchBar(Horizontal):
 
 
 class CommandBar(TextPanel):
-    """One line per pending command: action, age, state of its components. Hidden if there is
-    none."""
+    """One line per pending command: action, age, state of its components."""
 
     DEFAULT_CLASSES = ""
     DEFAULT_CSS = """
@@ -196,7 +195,7 @@ class Keys(Footer):
 
     _offered: object = None
     idle: Callable[[], Collection[str]] = staticmethod(tuple)
-    """Returns the actions that would be refused now; the footer hides their keys."""
+    """Actions that would be refused now; their keys are hidden."""
 
     async def recompose(self) -> None:
         # Textual calls this at every change of focus; it took a sixth of the time of a key press.
@@ -217,7 +216,7 @@ class Keys(Footer):
 
 
 class ViewsLine(TextPanel):
-    """Every view with its number key, the current one highlighted; a click opens a view."""
+    """Every view with its number key; a click opens a view."""
 
     DEFAULT_CLASSES = ""
     DEFAULT_CSS = """
@@ -229,8 +228,7 @@ class ViewsLine(TextPanel):
     """
 
     def __init__(self, titles: Mapping[str, tuple[str, str]]) -> None:
-        """Args:
-        titles: long and short title by view, in the order of the keys."""
+        """Args: `titles`: long and short title by view, in the order of the keys."""
         super().__init__(id="views")
         self._titles = titles
         self._here = next(iter(titles))
@@ -238,7 +236,6 @@ class ViewsLine(TextPanel):
         self._ends: dict[str, int] = {}
 
     def highlight(self, name: str) -> None:
-        """Highlight another view."""
         self._here = name
         self.refresh()
 

@@ -166,7 +166,7 @@ class Benchmark(TextPanel):
 
 
 class Summary(VerticalScroll, Panel):
-    """Summary table of this run and the compared one; scrolls."""
+    """Summary table of this run and the compared one."""
 
     DEFAULT_CSS = """
     Summary { width: 1fr; height: 1fr; }

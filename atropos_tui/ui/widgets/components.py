@@ -21,10 +21,10 @@ from atropos_tui.monitor.format import bytes_text, duration, one_line, percent, 
 from atropos_tui.ui.theme import ink, state_text, title
 from atropos_tui.ui.widgets.panel import Panel, View
 
-_WIDE = 90
-"""Width from which the table has columns for ports and GPU memory."""
+_WIDE = 90  # width from which the table has columns for ports and GPU memory
 
 Column = tuple[str, int, bool]
+# Title, width in cells without the gap, right-aligned. The last column takes the rest.
 _COLUMNS: tuple[Column, ...] = (
     ("component", 9, False),
     ("node", 4, False),
@@ -40,8 +40,7 @@ _COLUMNS: tuple[Column, ...] = (
     ("port", 5, True),
     ("", 0, False),
 )
-"""Title, width in cells without the gap, right-aligned. The last column takes the remaining
-width."""
+# Columns to drop, in order, while the last one has fewer cells than this and its longest text.
 _DROP_ORDER = {
     "port": 24,
     "pid": 24,
@@ -52,12 +51,10 @@ _DROP_ORDER = {
     "memory": 10,
     "cpu": 10,
 }
-"""Columns to drop, in order, while the last one has fewer cells than this and than its longest
-text."""
 
 
 class Components(DataTable[Text], Panel):
-    """One row per component, in start order; action keys act on the cursor row."""
+    """One row per component, in start order."""
 
     DEFAULT_CSS = """
     Components {
@@ -93,7 +90,7 @@ class Components(DataTable[Text], Panel):
 
     @dataclass(eq=False)
     class Selected(Message):
-        """The cursor moved to another component; `by_user`: by a key or the mouse."""
+        """The cursor moved; `by_user`: by a key or the mouse."""
 
         component: str
         by_user: bool
@@ -118,7 +115,6 @@ class Components(DataTable[Text], Panel):
         return self.statuses[self.cursor_row] if 0 <= self.cursor_row < len(self.statuses) else None
 
     def show(self, view: View) -> None:
-        """Take the newest view. The title counts failed components and rows that do not fit."""
         if view.status is None:
             return
         self.statuses, self._now = list(view.status.components), view.now

@@ -1,4 +1,4 @@
-"""Charts: curves over optimizer steps, tokens or minutes, with axes and shaded healthy ranges.
+"""Charts: curves over optimizer steps, tokens or minutes, with axes and healthy ranges.
 
 All charts share one `Lens`, so a key moves the cursor or the window of all.
 """
@@ -51,18 +51,16 @@ from atropos_tui.ui.widgets.panel import Panel, View, after
 SPLIT_COLOURS = ("accent", "success", "warning", "secondary")
 # Points of the moving average, in the order of the key `m`; 0: none.
 SMOOTHINGS = (10, 50, 0)
-WINDOWS = (200.0, 50.0, None)
-"""Numbers of newest steps to draw, in the order of the key `w`; None: all."""
+WINDOWS = (200.0, 50.0, None)  # newest steps, in the order of the key `w`; None: all
 # Factor of one zoom step; share of the window of one pan step.
 ZOOM, PAN = 2.0, 0.25
 TINY = 1e-9
 LEGEND_LINES = 8
-"""Height in lines from which a legend line is worth more than a value cut from the title."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One curve of a chart: raw points, their moving average, or the range of several runs."""
+    """One curve of a chart: raw points, moving average, or the range of several runs."""
 
     label: str
     colour: str
@@ -70,18 +68,17 @@ class Trace:
     values: Sequence[float]
     scatter: bool = False
     mark: str = ""
-    """Character before its name; also on the curve where colours do not tell curves apart."""
+    """Character before its name, and on it without colours."""
     smooth: Curve | None = None
     span: int = 0
-    """Window of the moving average in points; 0: not smoothed."""
+    """Window of the moving average in points."""
     band: tuple[Sequence[float], Sequence[float]] | None = None
     last: float | None = None
     read: Curve | None = None
-    """Curve to read values from, if another is drawn: means of merged steps, not their extremes."""
+    """Means of merged steps, where their extremes are drawn."""
 
     def at(self, cursor: float | None) -> float | None:
-        """Return the value under the cursor, otherwise the newest; smoothed only if runs are
-        compared."""
+        """Return the value under the cursor, otherwise the newest."""
         if cursor is None:
             return self.last
         if self.read:
@@ -224,15 +221,13 @@ class Chart(Panel, can_focus=True):
 
     @dataclass(eq=False)
     class Asked(Message):
-        """A key wants something outside the chart; `step` is the step under the cursor."""
+        """A key wants something outside the chart; `step` is under the cursor."""
 
         chart: Chart
         what: Literal["enlarge", "back", "rollouts", "log", "events"]
         step: int = 0
 
     def __init__(self, name: str) -> None:
-        """Args:
-        name: chart of the catalogue, or any metric."""
         super().__init__()
         self.spec = CHARTS.get(name) or chart_of(name)
         self.follows_records = not self.spec.over_seconds
@@ -301,7 +296,7 @@ class Chart(Panel, can_focus=True):
         return Lens(smoothing=0) if self.spec.over_seconds else view.lens
 
     def _full_range(self, view: View, lens: Lens) -> tuple[float, float]:
-        """Return both ends of the x axis: the whole planned run, or the observed time."""
+        # Both ends of the x axis: the whole planned run, or the observed time.
         found = [series for _, series in curves_of(self.spec, view) if len(series)]
         if self.spec.over_seconds:
             return min([-60.0, *(float(series.steps[0]) for series in found)]), 0.0
@@ -377,8 +372,7 @@ class Chart(Panel, can_focus=True):
     # Title and plot.
 
     def _title(self, view: View) -> Content:
-        """Return the longest title that fits and names every curve; else the plot gets a legend
-        line."""
+        # The longest title that fits and names every curve; else the plot gets a legend line.
         full, short = one_line(self.spec.name), one_line(self.spec.short or self.spec.name)
         self._has_legend = False
         if not any(len(trace.values) for trace in self._traces):
@@ -510,11 +504,8 @@ class Chart(Panel, can_focus=True):
         return [strip.adjust_cell_length(width, base).apply_style(base) for strip in strips]
 
     def _bounds(self, *, log: bool, cut: bool) -> tuple[float | None, float | None]:
-        """Return the ends of the y axis; None: taken from the data.
-
-        A fixed end of the chart holds unless a value lies beyond it. Other ends may leave out
-        outliers.
-        """
+        # Ends of the y axis; None: from the data. A fixed end holds unless a value lies beyond it;
+        # other ends may leave out outliers.
         seen = [[value for value in trace.values if abs(value) < LARGEST] for trace in self._traces]
         seen = [values for values in seen if values]
         low, high = self.spec.low, self.spec.high
@@ -545,7 +536,7 @@ class Chart(Panel, can_focus=True):
             self.post_message(self.Turned())
 
     def action_cursor(self, by: int) -> None:
-        """Move the cursor by `by` points; without a cursor, start at the last point in view."""
+        """Move the cursor by points; without one, start at the last point in view."""
         places = next(
             (trace.places for trace in self._traces if len(trace.places) and not trace.scatter), ()
         )
@@ -652,7 +643,7 @@ class Chart(Panel, can_focus=True):
             self.app.notify(f"copied {self.spec.name} at {step}", timeout=2, markup=False)
 
     def _place_of(self, event: events.MouseEvent) -> float | None:
-        """Return the mouse position as a place on the x axis; None outside of the plot."""
+        # None outside of the plot.
         at = event.get_content_offset(self)
         texts = [strip.text for strip in self._strips]
         # The plot starts after the y axis, whose position depends on the labels.
@@ -700,12 +691,10 @@ class ChartGrid(ScrollableContainer, can_focus=False):
         &.three { grid-size: 2; }
     }
     """
-    LOWEST = 9
-    """Minimum height of a chart in lines."""
+    LOWEST = 9  # lines of the lowest readable chart
 
     def __init__(self, *charts: str, columns: Literal["two", "three"]) -> None:
-        """Args:
-        columns: charts side by side; one less on a narrow screen."""
+        """Args: `columns`: charts side by side; one less on a narrow screen."""
         super().__init__(*map(Chart, charts), classes=columns)
         self._columns = 2 if columns == "two" else 3
 
@@ -720,7 +709,7 @@ class ChartGrid(ScrollableContainer, can_focus=False):
         self.styles.grid_rows = str(height) if height * rows > self.size.height else "1fr"
 
     async def set_extra(self, names: Sequence[str]) -> None:
-        """Show charts of these metrics after the fixed ones, and remove other extra charts."""
+        """Show charts of these metrics after the fixed ones."""
         chosen = [chart for chart in self.query(Chart) if chart.spec.name not in _CATALOGUE]
         for chart in chosen:
             if chart.spec.name not in names:

@@ -1,5 +1,4 @@
-"""Details of one thing: the component under the cursor, or the step beside the chart in full
-screen."""
+"""Details of one thing: the component under the cursor, or the step under the charts' cursor."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ _ORDER = {
 
 
 class Details(VerticalScroll, Panel):
-    """Everything known about the selected component; scrolls."""
+    """Everything known about the selected component."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(
@@ -186,7 +185,7 @@ def _health(row: ComponentStatus) -> str:
 
 
 class StepPanel(TextPanel):
-    """Step under the charts' cursor, otherwise the newest; means if several steps share a point."""
+    """Step under the charts' cursor; means if several steps share a point."""
 
     SCOPED_CSS = False
     DEFAULT_CSS = """

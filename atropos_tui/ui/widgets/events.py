@@ -1,4 +1,4 @@
-"""Events panel: transitions, diagnoses, commands and checkpoints as a timeline, newest first."""
+"""Events panel: transitions, diagnoses, commands and checkpoints, newest first."""
 
 from __future__ import annotations
 
@@ -87,8 +87,7 @@ class Events(Listing[Event]):
             self.cursor = self.items.index(wanted)
 
     def go_to(self, time: float) -> None:
-        """Put the cursor on the newest event at or before `time` (Unix seconds), else on the
-        oldest."""
+        """Put the cursor on the newest event at or before `time` (Unix seconds)."""
         self.cursor = next(
             (at for at, item in enumerate(self.items) if item.time <= time), len(self.items) - 1
         )

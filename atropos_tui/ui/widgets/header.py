@@ -14,8 +14,7 @@ from atropos_tui.monitor.format import GLYPHS, TONES, counted, duration, one_lin
 from atropos_tui.ui.plot import progress_bar
 from atropos_tui.ui.widgets.panel import TextPanel, View
 
-ROOM_FOR_SHARES = 110
-"""Width from which the header also shows the idle shares."""
+ROOM_FOR_SHARES = 110  # width from which the header also shows the idle shares
 
 
 class Header(TextPanel):
@@ -163,8 +162,8 @@ class Notices(TextPanel):
 
     def __init__(self) -> None:
         super().__init__(id="notices")
+        # The diagnosis of the verdict, otherwise the newest open one.
         self.diagnosis: DiagnosisRecord | None = None
-        """Diagnosis of the verdict, otherwise the newest open one."""
 
     def show(self, view: View) -> None:
         found = view.verdict

@@ -13,15 +13,14 @@ from atropos_tui.monitor.format import counted, one_line
 from atropos_tui.monitor.overlay import Setting, last_steps
 from atropos_tui.ui.widgets.panel import TextPanel, View
 
+# Runs on the same axes, this run first.
 RUN_COLOURS = ("primary", "accent", "warning", "success", "secondary")
-"""Colours of runs on the same axes, this run first."""
 LINE, POINTS = "━", "◆●■✚"
 GAP = "   "
 
 
 def line_marks(count: int, colours: int) -> list[str]:
-    """Return marks for `count` curves: lines if `colours` colours tell them apart, otherwise
-    letters."""
+    """Return the marks of lines: letters where colours do not tell them apart."""
     if count <= colours:
         return [LINE] * count
     return [ascii_lowercase[at % len(ascii_lowercase)] for at in range(count)]
@@ -29,7 +28,7 @@ def line_marks(count: int, colours: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Entry:
-    """One curve in a legend. `texts`: its names from long to short."""
+    """One curve in a legend, with names from long to short."""
 
     mark: str
     style: Style
@@ -37,7 +36,7 @@ class Entry:
 
 
 def legend_line(entries: Sequence[Entry], width: int) -> Text:
-    """Return all entries in one line of at most `width` cells, with the longest names that fit."""
+    """Return all entries in one line, with the longest names that fit in `width`."""
     # Shorten all names together, so that the entries stay comparable.
     for level in range(max((len(entry.texts) for entry in entries), default=0)):
         words = [entry.texts[min(level, len(entry.texts) - 1)] for entry in entries]
@@ -60,8 +59,7 @@ def _cut(text: str, room: int) -> str:
 
 
 class RunsLegend(TextPanel):
-    """One line for all charts: the compared runs and how they differ. Hidden without a
-    comparison."""
+    """One line for all charts: the compared runs and how they differ."""
 
     DEFAULT_CLASSES = ""
     DEFAULT_CSS = """

@@ -42,7 +42,6 @@ class Listing(ScrollView, Panel, Generic[Item], can_focus=True):
     ]
 
     cursor: reactive[int] = reactive(0)
-    """Index of the item that keys act on."""
 
     class Moved(Message):
         """The cursor moved, or its item changed."""
@@ -95,8 +94,7 @@ class Listing(ScrollView, Panel, Generic[Item], can_focus=True):
         self.refresh()
         self.post_message(self.Moved())
 
-    head = 0
-    """Number of lines above the items that do not scroll."""
+    head = 0  # lines above the items that do not scroll
 
     def head_line(self) -> Text:
         return Text()

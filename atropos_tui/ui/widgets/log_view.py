@@ -26,8 +26,7 @@ from atropos_tui.ui.widgets.panel import Guarded, after
 
 LINES_KEPT = 20_000
 REPAINT_S = 0.1
-BENEATH_S = 1.0
-"""Seconds between two repaints under a dialog, where every change repaints the whole screen."""
+BENEATH_S = 1.0  # between two repaints under a dialog, where every change repaints the whole screen
 ALL = "all components"
 TIME_CELLS = 9
 _LEVEL_WORDS = {
@@ -116,11 +115,9 @@ class LogView(ScrollView, Guarded, can_focus=True):
     def __init__(self, capacity: int = LINES_KEPT) -> None:
         super().__init__(id="log")
         self.buffer = LogBuffer(capacity)
-        self.component = ""
-        """Followed component; empty: all."""
+        self.component = ""  # followed; empty: all
         self.path: Path | None = None
-        self.pattern: Pattern | None = None
-        """Search pattern, highlighted."""
+        self.pattern: Pattern | None = None  # search, highlighted
         self._filter: Pattern | None = None
         self._level: Level = "all"
         self._wraps = self._timed = False
@@ -139,7 +136,6 @@ class LogView(ScrollView, Guarded, can_focus=True):
         self.set_interval(REPAINT_S, self._repaint)
 
     def switch(self, component: str) -> None:
-        """Show another component; "": all."""
         self.component, self.path, self._names = component, None, 0
         if self._level in (
             "all",
@@ -153,7 +149,7 @@ class LogView(ScrollView, Guarded, can_focus=True):
         self.refresh()
 
     def extend(self, entries: Sequence[LogEntry], path: Path | None) -> None:
-        """Append lines; `path` is their log file, None if they are from several."""
+        """Append lines; `path` is their log file, if there is only one."""
         self.path = path
         if not self.component:
             self._names = max([self._names, *(len(entry.component) for entry in entries)])
@@ -376,8 +372,8 @@ class LogView(ScrollView, Guarded, can_focus=True):
         self.refresh()
 
     def go_to(self, time: float) -> bool:
-        """Jump to the last line at or before `time` (Unix seconds); return False if the buffer
-        starts later."""
+        """Jump to the last line at or before `time` (Unix seconds); False if the buffer starts
+        later."""
         # 1 ms of tolerance for rounded times; entries without a time have 0.
         numbers = [number for number, at in self.buffer.times() if 0 < at <= time + 1e-3]
         if not numbers:

@@ -1,5 +1,4 @@
-"""Machine panel: GPUs, or memory and CPU of the host, split by component; and the nodes of the
-stack."""
+"""Machine panel: GPUs, or memory and CPU of the host, by component; and the nodes of the stack."""
 
 from __future__ import annotations
 
@@ -146,7 +145,7 @@ class MachinePanel(TextPanel):
 
 
 class Nodes(TextPanel):
-    """Two lines per node: its figures, its components. Hidden if there is only one node."""
+    """Two lines per node: its figures, its components."""
 
     hides_itself = True
     SCOPED_CSS = False

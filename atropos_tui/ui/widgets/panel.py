@@ -47,8 +47,7 @@ def after(now: Choice, choices: Sequence[Choice]) -> Choice:
 class View:
     """The run as the screen knows it.
 
-    `state` is shared and grows: a panel may draw a view again after later records. Cached values
-    (`ruler`, `marks`) copy what they need, so their indexes match their own data.
+    `state` is shared and grows; cached values (`ruler`, `marks`) copy what they need.
     """
 
     info: RunInfo
@@ -60,21 +59,20 @@ class View:
     now: float
     """Unix seconds."""
     bad_lines: int = 0
-    """Lines of the run's streams that were not valid records."""
+    """Invalid lines of the run's streams."""
     other: RunBenchmark | None = None
     selected: str = ""
     loaded: bool = True
-    """The files were read to their end once; until then `state` may hold only the newest
-    records."""
+    """False while `state` may hold only the newest records."""
     read_to: int = 0
     """Step up to which the files were read."""
     looking: Looking = field(default_factory=lambda: Looking(Lens()))
     runs: Sequence[RunCurves] = ()
-    """Runs on the same axes, this one first; empty without a comparison."""
+    """Runs on the same axes, this one first."""
 
     @cached_property
     def verdict(self) -> Verdict | None:
-        """Verdict about the run in one sentence; None until enough is known."""
+        """None until enough is known."""
         # A verdict from part of the history could be wrong.
         if self.status is None or not (self.loaded or self.is_live):
             return None
@@ -134,7 +132,7 @@ class Guarded(Widget):
     """Widget that shows its own error in one line, while the rest of the screen goes on."""
 
     failure: str = ""
-    """Reason why it cannot be drawn; empty if there is none."""
+    """Reason why it cannot be drawn."""
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -189,17 +187,16 @@ class Guarded(Widget):
 
 
 class Panel(Guarded):
-    """Widget that draws a `View`. Framed panels have the class `panel`, styled in `app.tcss`."""
+    """Widget that draws a `View`. The class `panel`, styled in `app.tcss`, frames it."""
 
     DEFAULT_CLASSES = "panel"
     hides_itself: ClassVar[bool] = False
-    """The panel sets its own `display` in `show`, so it gets every view even while hidden."""
+    """The panel sets its own `display`, so it gets every view even while hidden."""
     follows_records: bool = False
-    """Only the run's records change the panel, so it is drawn less often than the clocks."""
+    """Only records change the panel, so it is drawn less often."""
     _title_words: Content | None = None
 
     def show(self, view: View) -> None:
-        """Take the newest view."""
         raise NotImplementedError
 
     def present(self, view: View) -> None:

@@ -1,7 +1,4 @@
-"""Rollouts by group, newest first, with search and comparison.
-
-Their text is untrusted and shown as plain text.
-"""
+"""Rollouts by group, newest first, with search and comparison. Their text is untrusted."""
 
 from __future__ import annotations
 
@@ -41,16 +38,13 @@ from atropos_tui.ui.theme import ink, title
 from atropos_tui.ui.widgets.listing import Listing
 from atropos_tui.ui.widgets.panel import Guarded, View, after
 
-MOST_SPREAD = 16
-"""Limit for the rewards of a group that are shown."""
+MOST_SPREAD = 16  # rewards of a group that are shown
 STEP, REWARD, ADVANTAGE, GAP = 6, 6, 7, 2
-LEGIBLE = 30
-"""Cells that the answer keeps when advantage and rewards get columns."""
-ASKED = 40
-"""Cells from which the question is shown beside a long answer."""
+LEGIBLE = 30  # cells that the answer keeps when advantage and rewards get columns
+ASKED = 40  # cells from which the question is shown beside a long answer
+# Cells from which an answer is cut in its middle: answers of a group start alike and end with the
+# result.
 BOTH_ENDS = 16
-"""Cells from which an answer is cut in its middle: answers of a group start alike and end with the
-result."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +140,7 @@ class Rollouts(Listing[RolloutRow]):
         self._fill()
 
     def search(self, pattern: Pattern | None) -> str:
-        """Show only matching groups and completions; return the number of completions in words."""
+        """Show only matching completions; return their number in words."""
         self._pattern = pattern
         self._fill()
         return counted(len(self.items), "completion")
@@ -156,8 +150,8 @@ class Rollouts(Listing[RolloutRow]):
         self.cursor = 0
 
     def drop(self) -> bool:
-        """Remove the search, else the restriction, else the comparison; return False if there was
-        none."""
+        """Remove the search, else the restriction, else the comparison; return False if there
+        was none."""
         if self._pattern is not None:
             self.search(None)
         elif self._only != "all":
@@ -219,7 +213,7 @@ class Rollouts(Listing[RolloutRow]):
         self.point()
 
     def go_to(self, step: int) -> None:
-        """Put the cursor on the first completion of `step`, else of the newest earlier step."""
+        """Put the cursor on the first completion of `step`, else of an earlier step."""
         self.cursor = next(
             (at for at, item in enumerate(self.items) if item.rollout.step <= step), self.cursor
         )
@@ -301,8 +295,7 @@ class Rollouts(Listing[RolloutRow]):
         return line
 
     def _fitted(self, text: str, room: int) -> str:
-        """Return the part of `text` that fits: both ends, or the surroundings of the first
-        match."""
+        # Both ends, or the surroundings of the first match.
         if len(text) <= room:
             return text
         hit = (
@@ -329,7 +322,7 @@ def spread(rollouts: Sequence[RolloutRecord]) -> str:
 
 
 class RolloutDetail(VerticalScroll, Guarded):
-    """One completion in full, or the changes between two. Its content comes from the list."""
+    """One completion in full, or the changes between two."""
 
     DEFAULT_CLASSES = "panel"
     DEFAULT_CSS = """
