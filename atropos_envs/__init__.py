@@ -1,9 +1,6 @@
-"""Environments on atroposlib's BaseEnv, and the tiny model of the demo.
+"""Environments on atroposlib's BaseEnv, and the models of the demos.
 
-python -m atropos_envs.warm_start --output runs/warm-start
 python -m atropos_envs.arithmetic_server serve --help
-python -m atropos_envs.gsm8k_server serve --help
-python -m atropos_envs.math_zero_server serve --help
 """
 
 from __future__ import annotations
@@ -15,17 +12,15 @@ import sys
 from pathlib import Path
 
 NEEDS_NO_TORCH = (sys.stdlib_module_names - {"importlib", "runpy"}) | {"numpy", "pydantic"}
-"""Imports of an environment that work without torch."""
+# Imports of an environment that work without torch.
 
 
 class EnvFault(Exception):
-    """End of an environment with an explanation in place of a traceback: what happened, and the
-    fix.
+    """End of an environment with an explanation in place of a traceback.
 
     Args:
-        message: one or two sentences for the user.
-        exit_code: 1: a part of the stack is gone, and a restart may help; 2: a mistake in the
-            configuration.
+        message: what happened, and the fix.
+        exit_code: 1: a part of the stack is gone; 2: a mistake in the configuration.
     """
 
     def __init__(self, message: str, *, exit_code: int = 1) -> None:
@@ -34,20 +29,18 @@ class EnvFault(Exception):
 
 
 class Dismissed(Exception):
-    """End of an environment after SIGTERM or SIGINT, with exit status 128 + `number`. The
-    environment had not finished: a supervisor that did not send the signal restarts it."""
+    """End of an environment after a signal; exit status 128 + `number`."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"left after signal {number}")
+        # Not finished: a supervisor that did not send the signal restarts the environment.
         self.exit_code = 128 + number
 
 
 def without_torch() -> None:
-    """Import transformers with its tokenizers but without torch, unless torch is imported already.
-
-    For a program that only sends requests: torch and the packages on top of it are two thirds of
-    its start-up time and memory.
-    """
+    """Import transformers with its tokenizers but without torch, unless torch is imported
+    already."""
+    # torch and the packages on top of it are two thirds of a client's start-up time and memory.
     if "torch" in sys.modules:
         return
     # No warning that torch is missing.
@@ -63,7 +56,7 @@ def without_torch() -> None:
 
 
 def needs_no_torch(file: Path) -> bool:
-    """Return True if every import of the file, in functions too, works without torch."""
+    """Return True if every import of the file works without torch."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):

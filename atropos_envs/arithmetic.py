@@ -1,5 +1,4 @@
-"""The demo's task as pure functions: sums of two numbers from 0 to 19, the held-out split, the
-reward.
+"""The demo's task as pure functions: the sums, the held-out split, the reward.
 
 Imports neither torch nor atroposlib: the warm start, the environment and the tests share it.
 """
@@ -14,14 +13,14 @@ from pathlib import Path
 
 from atropos_envs import EnvFault
 
-# 400 sums: small enough to learn in minutes on a CPU, with enough carries to be hard.
+# Both numbers are below this. 400 sums are few enough to learn in minutes on a CPU, with enough
+# carries to be hard.
 OPERANDS = 20
-"""Both numbers are below this."""
+# Share of the sums without a carry that are used. Carries are what the model has to learn, so all
+# sums with one are used.
 EASY_SHARE = 0.3
-"""Share of the sums without a carry that are used. Every sum with a carry is used: carries are what
-the model has to learn."""
+# Questions that neither the warm start nor the rollouts use.
 HELD_OUT = 25
-"""Number of questions that neither the warm start nor the rollouts use."""
 # The largest answer, 38, needs two digits and the end token; one token more shows a run-on answer.
 MAX_NEW_TOKENS = 4
 TASK_FILE = "task.json"
@@ -29,8 +28,6 @@ TASK_FILE = "task.json"
 
 @dataclass(frozen=True, order=True)
 class Sum:
-    """`left + right`."""
-
     left: int
     right: int
 
@@ -44,18 +41,17 @@ class Sum:
 
     @property
     def carries(self) -> bool:
-        """True if the ones add up to ten or more."""
         return self.left % 10 + self.right % 10 >= 10
 
     @property
     def without_carry(self) -> str:
-        """The answer with the carry forgotten; the right answer if there is no carry."""
+        """The answer with a forgotten carry."""
         return str(self.left + self.right - (10 if self.carries else 0))
 
 
 @dataclass(frozen=True)
 class Task:
-    """Split into training and held-out questions; disjoint and sorted."""
+    """Training and held-out questions; disjoint and sorted."""
 
     seed: int
     held_out: tuple[Sum, ...]
@@ -63,29 +59,22 @@ class Task:
 
     @property
     def carries(self) -> tuple[Sum, ...]:
-        """Training questions with a carry."""
         return tuple(question for question in self.training if question.carries)
 
 
 def all_questions() -> list[Sum]:
-    """All sums, in order."""
     return [Sum(left, right) for left in range(OPERANDS) for right in range(OPERANDS)]
 
 
 def make_task(seed: int) -> Task:
-    """Choose all sums with a carry and `EASY_SHARE` of the others, and hold `HELD_OUT` of them out;
-    depends on `seed` alone."""
+    """Return the split of `seed`, which depends on nothing else."""
     # An own generator: the split must not depend on what else the process draws.
     rng = random.Random(seed)
     easy = [question for question in all_questions() if not question.carries]
     asked = [question for question in all_questions() if question.carries]
     asked += rng.sample(easy, round(EASY_SHARE * len(easy)))
     held_out = set(rng.sample(asked, HELD_OUT))
-    return Task(
-        seed=seed,
-        held_out=tuple(sorted(held_out)),
-        training=tuple(sorted(set(asked) - held_out)),
-    )
+    return Task(seed, tuple(sorted(held_out)), tuple(sorted(set(asked) - held_out)))
 
 
 def write_task(task: Task, folder: Path, accuracy: dict[str, float]) -> None:
@@ -100,8 +89,7 @@ def write_task(task: Task, folder: Path, accuracy: dict[str, float]) -> None:
 
 
 def load_task(folder: Path, *, seed: int) -> Task:
-    """Load the split that the model in `folder` was warm-started with; without a file, make the
-    split of `seed`.
+    """Load the split that the model in `folder` was warm-started with, else the split of `seed`.
 
     Raises:
         EnvFault: the file is not a split of this task.
@@ -110,22 +98,16 @@ def load_task(folder: Path, *, seed: int) -> Task:
     # A model that was not warm-started, such as one of the user's own.
     if not path.is_file():
         return make_task(seed)
+    fix = "delete the folder and warm-start again"
     try:
         content = json.loads(path.read_text())
-        task = Task(
-            int(content["seed"]), _questions(content["held_out"]), _questions(content["training"])
-        )
+        held_out, training = _questions(content["held_out"]), _questions(content["training"])
+        task = Task(int(content["seed"]), held_out, training)
     except (ValueError, KeyError, TypeError) as error:
-        raise EnvFault(
-            f"{path}: not a task file ({error}); delete the folder and warm-start again",
-            exit_code=2,
-        ) from None
+        raise EnvFault(f"{path}: not a task file ({error}); {fix}", exit_code=2) from None
     # A hand-edited file could train on held-out questions, and the evaluation would be worthless.
     if not task.held_out or not task.training or set(task.held_out) & set(task.training):
-        raise EnvFault(
-            f"{path}: its two parts are empty or overlap; delete the folder and warm-start again",
-            exit_code=2,
-        )
+        raise EnvFault(f"{path}: its two parts are empty or overlap; {fix}", exit_code=2)
     return task
 
 
@@ -137,11 +119,5 @@ def _questions(pairs: list[list[int]]) -> tuple[Sum, ...]:
 
 
 def reward(completion: Sequence[int], answer: Sequence[int], eos: int) -> float:
-    """Return 1.0 if the completion is exactly the answer's tokens and the end token, else 0.0.
-
-    Args:
-        completion: generated token ids, end token included.
-        answer: token ids of the right digits.
-        eos: id of the end token.
-    """
+    """Return 1.0 if the completion is exactly the answer's token ids and the end token `eos`."""
     return float(list(completion) == [*answer, eos])

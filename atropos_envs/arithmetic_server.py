@@ -1,13 +1,9 @@
 """Sums of two numbers as an atroposlib environment: the demo's task, learnable on two CPU cores.
 
-    python -m atropos_envs.arithmetic_server serve --env.tokenizer_name MODEL \\
-        --openai.model_name MODEL --openai.base_url http://127.0.0.1:9001/v1 \\
-        --env.rollout_server_url http://127.0.0.1:8000
-    python -m atropos_envs.arithmetic_server process ... --env.data_path_to_save_groups groups.jsonl
-    python -m atropos_envs.arithmetic_server evaluate ...
+    python -m atropos_envs.arithmetic_server serve|process|evaluate --env.tokenizer_name MODEL \\
+        --openai.model_name MODEL --openai.base_url http://127.0.0.1:9001/v1
 
-A group is `group_size` completions of one prompt such as `7+8=`. The reward is 1 for the exact
-digits and the end token, else 0. Held-out questions are evaluated, never rolled out.
+The reward is 1 for the exact digits and the end token, else 0.
 """
 
 from __future__ import annotations
@@ -46,8 +42,6 @@ class ArithmeticConfig(BaseEnvConfig):  # type: ignore[misc]
 
 
 class ArithmeticEnv(StackEnv):
-    """Epochs over all training questions, each in a new order."""
-
     name = "arithmetic"
     env_config_cls = ArithmeticConfig
 
@@ -71,41 +65,32 @@ class ArithmeticEnv(StackEnv):
         self.task: Task = load_task(Path(self.config.tokenizer_name), seed=self.config.seed)
         self.items = epochs(self.task.training, random.Random(self.config.seed))
         carries = self.task.carries
-        self._carries = random.Random(self.config.seed).sample(
-            carries, min(self.config.carry_questions, len(carries))
-        )
+        count = min(self.config.carry_questions, len(carries))
+        self._carries = random.Random(self.config.seed).sample(carries, count)
 
     async def rollout(self, item: Sum) -> dict[str, Any]:
-        """Return `group_size` scored completions of one question."""
         sampling = {"temperature": self.config.temperature, "max_tokens": MAX_NEW_TOKENS}
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             await managed.completion(prompt=item.prompt, n=self.config.group_size, **sampling)
             nodes = managed.get_state()["nodes"]
-        scores = [
-            self._reward(item, _completion(node.tokens, node.masked_tokens)) for node in nodes
-        ]
+        # The generated tokens are those whose mask is not -100.
+        pairs = [zip(node.tokens, node.masked_tokens, strict=True) for node in nodes]
+        completions = [[token for token, mask in pair if mask != -100] for pair in pairs]
+        scores = [self._reward(item, completion) for completion in completions]
         return self.scored_group(nodes, scores, sampling)
 
     def eval_questions(self) -> dict[str, Sequence[Sum]]:
-        """Held-out questions, and a fixed sample of carries, which the warm-started model never
-        answers greedily."""
+        # The warm-started model never answers a carry greedily.
         return {"held_out": self.task.held_out, "carries": self._carries}
 
     async def grade(self, question: Sum, *, wait: bool) -> Graded:
-        done = await self.greedy(
-            self.tokenizer.encode(question.prompt), wait=wait, max_tokens=MAX_NEW_TOKENS
-        )
+        prompt = self.tokenizer.encode(question.prompt)
+        done = await self.greedy(prompt, wait=wait, max_tokens=MAX_NEW_TOKENS)
         return Graded(self._reward(question, done.token_ids[0]) == 1.0, done.oldest_version)
 
     def _reward(self, question: Sum, completion: Sequence[int]) -> float:
-        return reward(
-            completion, self.tokenizer.encode(question.answer), self.tokenizer.eos_token_id
-        )
-
-
-def _completion(tokens: Sequence[int], masks: Sequence[int]) -> list[int]:
-    """Return the generated tokens: those whose mask is not -100."""
-    return [token for token, mask in zip(tokens, masks, strict=True) if mask != -100]
+        answer = self.tokenizer.encode(question.answer)
+        return reward(completion, answer, self.tokenizer.eos_token_id)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,9 @@
-"""GSM8K, grade-school mathematics, as an atroposlib environment with the data set from the hub.
+"""GSM8K, grade-school mathematics, from the hub or from `--env.dataset_path FOLDER`.
 
     python -m atropos_envs.gsm8k_server serve --env.tokenizer_name MODEL \\
-        --openai.model_name MODEL --openai.base_url http://127.0.0.1:9001/v1 \\
-        --env.rollout_server_url http://127.0.0.1:8000
+        --openai.model_name MODEL --openai.base_url http://127.0.0.1:9001/v1
 
-Without the hub: `--env.dataset_path FOLDER` with `train.jsonl` and `test.jsonl`, lines of
-`{"question", "answer"}`, as in `grade_school_math/data` of GitHub's openai/grade-school-math.
-Scores are +1 and -1 (`math_env.group_scores`); flat groups are dropped.
+The folder has `train.jsonl` and `test.jsonl`, as GitHub's openai/grade-school-math.
 """
 
 from __future__ import annotations
@@ -31,16 +28,14 @@ from atropos_envs.math_env import (
 )
 
 SYSTEM_PROMPT = (
-    "You solve mathematics problems. Think as long as you need between <think> and </think>, "
-    "then give a short "
-    "solution whose last line is the final answer inside \\boxed{}."
+    "You solve mathematics problems. Think as long as you need between <think> and </think>, then "
+    "give a short solution whose last line is the final answer inside \\boxed{}."
 )
 DATASET, SUBSET = "openai/gsm8k", "main"
 
 
 def load_rows(split: str, folder: str | None) -> list[MathProblem]:
-    """Load the split `train` or `test`; an answer is the worked solution, which ends in `####
-    NUMBER`.
+    """Load the split `train` or `test`.
 
     Raises:
         EnvFault: the file is missing or damaged, or the hub does not answer.
@@ -49,8 +44,6 @@ def load_rows(split: str, folder: str | None) -> list[MathProblem]:
 
 
 class Gsm8kEnv(MathEnv):
-    """Epochs over the problems, in the model's chat template."""
-
     name = "gsm8k"
 
     async def setup(self) -> None:
@@ -69,6 +62,7 @@ class Gsm8kEnv(MathEnv):
         return {"test": load_rows("test", self.config.dataset_path)}
 
     def gold(self, row: MathProblem) -> list[Any]:
+        # The worked solution, which ends in `#### NUMBER`.
         return parse_gold(row["answer"])
 
     def prompt_ids(self, row: MathProblem) -> list[int]:

@@ -1,8 +1,6 @@
 r"""Base of the mathematics environments: problems in epochs, groups of completions, a greedy test.
 
-Problems come from the Hugging Face hub or from JSON lines on disk. Answers are compared as
-mathematics (`1,000` is `1000`, `\frac{1}{2}` is `0.5`), not as text. A subclass of `MathEnv`
-defines the prompt, the answer and the score.
+Answers are compared as mathematics (`1,000` is `1000`, `\frac{1}{2}` is `0.5`), not as text.
 """
 
 from __future__ import annotations
@@ -23,16 +21,15 @@ from atropos_envs.hosting.base import StackEnv, epochs
 from atropos_envs.hosting.evaluation import Graded
 
 RIGHT, WRONG = 1.0, -1.0
+# Length up to which a right answer costs nothing, as a share of the limit.
 FREE_LENGTH = 0.5
-"""Length up to which a right answer costs nothing, as a share of the limit."""
 THINK_END = "</think>"
 BOX = "\\boxed"
+# Characters of an answer that are parsed; a longer crafted one could parse for hours.
 LONGEST_ANSWER = 400
-"""Characters of an answer that are parsed; a longer crafted one could parse for hours."""
+# Limit for parsing, and for comparing, one answer; the event loop waits meanwhile. A usual answer
+# takes milliseconds. The first one on a busy machine takes over a second: it imports sympy.
 PATIENCE_S = 3
-"""Timeout in seconds for parsing and for comparing one answer; the event loop waits meanwhile. A
-usual answer takes milliseconds. The first one on a busy machine takes over a second, since it
-imports sympy."""
 
 
 class MathProblem(TypedDict):
@@ -44,7 +41,7 @@ class MathProblem(TypedDict):
 
 @dataclass(frozen=True)
 class HubSplit:
-    """One split of a data set on the hub, and the names of its two columns."""
+    """One split of a data set on the hub, and its two columns."""
 
     dataset: str
     split: str
@@ -67,16 +64,13 @@ class HubSplit:
             # The hub's client raises many unrelated types, and all mean: no data.
             reason = str(error).strip().split("\n")[0] or type(error).__name__
             raise EnvFault(
-                f"the data set {self.dataset} cannot be loaded ({reason[:200]}). Check the "
-                f"network or HF_ENDPOINT, use "
-                "HF_HUB_OFFLINE=1 with a filled cache, or give --env.dataset_path FOLDER "
-                "with train.jsonl and "
-                "test.jsonl",
+                f"the data set {self.dataset} cannot be loaded ({reason[:200]}). Check the network "
+                "or HF_ENDPOINT, use HF_HUB_OFFLINE=1 with a filled cache, or give "
+                "--env.dataset_path FOLDER with train.jsonl and test.jsonl",
                 exit_code=2,
             ) from None
-        return _filled(
-            [row for row in rows if row is not None], f"the {self.split} split of {self.dataset}"
-        )
+        problems = [row for row in rows if row is not None]
+        return _filled(problems, f"the {self.split} split of {self.dataset}")
 
     def _row(self, row: Any) -> MathProblem | None:
         question, answer = row[self.question], row[self.answer]
@@ -94,15 +88,12 @@ def read_split(folder: str, split: str) -> list[MathProblem]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
-        raise EnvFault(
-            f"{path}: no such file; --env.dataset_path needs train.jsonl and test.jsonl",
-            exit_code=2,
-        ) from None
+        needed = "--env.dataset_path needs train.jsonl and test.jsonl"
+        raise EnvFault(f"{path}: no such file; {needed}", exit_code=2) from None
     except (OSError, UnicodeDecodeError) as error:
         raise EnvFault(f"{path}: cannot be read as text ({error})", exit_code=2) from None
-    return _filled(
-        [_parse(path, n, line) for n, line in enumerate(lines, start=1) if line.strip()], str(path)
-    )
+    problems = [_parse(path, n, line) for n, line in enumerate(lines, start=1) if line.strip()]
+    return _filled(problems, str(path))
 
 
 def _parse(path: Path, number: int, line: str) -> MathProblem:
@@ -110,10 +101,8 @@ def _parse(path: Path, number: int, line: str) -> MathProblem:
         row = json.loads(line)
         return MathProblem(question=str(row["question"]), answer=str(row["answer"]))
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise EnvFault(
-            f'{path}:{number}: not a problem; expected {{"question": ..., "answer": ...}}',
-            exit_code=2,
-        ) from None
+        form = '{"question": ..., "answer": ...}'
+        raise EnvFault(f"{path}:{number}: not a problem; expected {form}", exit_code=2) from None
 
 
 def _filled(rows: list[MathProblem], what: str) -> list[MathProblem]:
@@ -122,16 +111,15 @@ def _filled(rows: list[MathProblem], what: str) -> list[MathProblem]:
     return rows
 
 
+# The number after `####`, without thousands separators.
 def gold_answer(solution: str) -> str:
-    """Return the number after `####`, without thousands separators; an empty string without one."""
     _, mark, number = solution.rpartition("####")
     return number.strip().replace(",", "") if mark else ""
 
 
+# math_verify's configuration: the last box, else any LaTeX. Cached, since it compiles patterns.
 @cache
 def _extraction() -> list[Any]:
-    """Return math_verify's configuration: the last box, else any LaTeX. Cached, since it compiles
-    patterns."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig
 
@@ -143,18 +131,14 @@ def _extraction() -> list[Any]:
         boxed="all",
         equations=False,
     )
-    return [
-        LatexExtractionConfig(
-            normalization_config=normalization,
-            boxed_match_priority=0,
-            try_extract_without_anchor=False,
-        )
-    ]
+    latex = LatexExtractionConfig(
+        normalization_config=normalization, boxed_match_priority=0, try_extract_without_anchor=False
+    )
+    return [latex]
 
 
 def parse_answer(text: str) -> list[Any]:
-    """Return the answer in `text` as math_verify's candidates: its last box, else LaTeX near its
-    end; empty without an answer."""
+    """Return the last box of `text` as math_verify's candidates, else LaTeX near its end."""
     from math_verify import parse
 
     # The last box: models often box intermediate results first.
@@ -171,26 +155,21 @@ def parse_answer(text: str) -> list[Any]:
 
 
 def parse_gold(solution: str) -> list[Any]:
-    """Return the data set's answer as math_verify's candidates; empty if it cannot be read."""
+    """Return the data set's answer as math_verify's candidates; empty if unreadable."""
     answer = gold_answer(solution)
     return parse_answer(f"{BOX}{{{answer}}}") if answer else []
 
 
 def is_right(completion: str, gold: list[Any]) -> bool:
-    """Return True if the completion's answer, after its thinking, equals `gold` from
-    `parse_gold`."""
+    """Return True if the answer after the completion's thinking equals `gold`."""
     from math_verify import verify
 
-    return bool(
-        verify(gold, parse_answer(completion.rpartition(THINK_END)[2]), timeout_seconds=PATIENCE_S)
-    )
+    answer = parse_answer(completion.rpartition(THINK_END)[2])
+    return bool(verify(gold, answer, timeout_seconds=PATIENCE_S))
 
 
 def group_scores(right: Sequence[bool], lengths: Sequence[int], longest: int) -> list[float]:
-    """Return the scores of one group.
-
-    A mixed group gets +1 and -1. If all are right, brevity decides: up to half of `longest` the
-    score is 1, from there it falls linearly to 0 at `longest`.
+    """Return the scores of one group: +1 and -1, or by brevity if all are right.
 
     Args:
         right: per completion.
@@ -202,8 +181,8 @@ def group_scores(right: Sequence[bool], lengths: Sequence[int], longest: int) ->
     return [RIGHT if each else WRONG for each in right]
 
 
+# 1 up to half of `longest` tokens; from there it falls linearly to 0 at `longest`.
 def _brevity(length: int, longest: int) -> float:
-    # In tokens.
     free = FREE_LENGTH * longest
     return 1.0 - min(1.0, max(0.0, (length - free) / (longest - free)))
 
@@ -225,12 +204,10 @@ class Completion:
     tokens: int
     """Tokens of the whole sequence, prompt included."""
     truncated: bool
-    """It reached its token limit before its end token."""
+    """Reached the token limit before its end token."""
 
 
 class MathEnv(StackEnv):
-    """Base of the mathematics environments."""
-
     env_config_cls = MathConfig
     # An evaluation takes minutes with a real model: neither rollouts nor the end of the run wait
     # for it.
@@ -256,7 +233,7 @@ class MathEnv(StackEnv):
         raise NotImplementedError
 
     def gold(self, row: MathProblem) -> list[Any]:
-        """Return the answer as math_verify's candidates; empty if it cannot be read."""
+        """Return the answer as math_verify's candidates; empty if unreadable."""
         raise NotImplementedError
 
     def prompt_ids(self, row: MathProblem) -> list[int]:
@@ -266,8 +243,7 @@ class MathEnv(StackEnv):
     async def complete(
         self, managed: Any, row: MathProblem, sampling: dict[str, Any]
     ) -> list[tuple[str, str]]:
-        """Return `group_size` completions of one problem, as pairs of text and finish reason, in
-        the order of ManagedServer's nodes."""
+        """Return text and finish reason of `group_size` completions, in ManagedServer's order."""
         raise NotImplementedError
 
     def score(self, right: list[bool], group: list[Completion]) -> list[float]:
@@ -306,9 +282,8 @@ class MathEnv(StackEnv):
             for (text, reason), node in zip(texts, nodes, strict=True)
         ]
         scores = self.score([self.right(each, gold) for each in group], group)
-        return self.scored_group(nodes, scores, sampling) | {
-            "overrides": [self.override(each) for each in group]
-        }
+        overrides = [self.override(each) for each in group]
+        return self.scored_group(nodes, scores, sampling) | {"overrides": overrides}
 
     def right(self, completion: Completion, gold: list[Any]) -> bool:
         return is_right(completion.text, gold)
@@ -318,7 +293,6 @@ class MathEnv(StackEnv):
         return {}
 
     def eval_questions(self) -> dict[str, Sequence[MathProblem]]:
-        """Return a fixed sample of each test split."""
         return dict(self._test)
 
     async def grade(self, question: MathProblem, *, wait: bool) -> Graded:
@@ -332,7 +306,6 @@ class MathEnv(StackEnv):
         return Graded(self.right(completion, self.gold(question)), done.oldest_version)
 
     def _sampling(self, row: MathProblem) -> dict[str, Any]:
-        """Return the sampling options, with `max_tokens` one less than fits."""
         # BaseEnv drops a group with a sequence that reaches the limit, so stay one token below it.
         left = self.config.max_token_length - len(self.prompt_ids(row)) - 1
         stop = {"stop": self.stop} if self.stop else {}

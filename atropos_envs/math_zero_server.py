@@ -1,13 +1,10 @@
 """Mathematics from a base model ("zero"): no chat template, no system prompt, answers in a box.
 
     python -m atropos_envs.math_zero_server serve --env.tokenizer_name MODEL \\
-        --openai.model_name MODEL --openai.base_url http://127.0.0.1:9001/v1 \\
-        --env.rollout_server_url http://127.0.0.1:8000
+        --openai.model_name MODEL --openai.base_url http://127.0.0.1:9001/v1
 
-Trains on DeepMath-103K, evaluates on MATH-500 and AIME 2024, all from the Hugging Face hub.
-Without the hub: `--env.dataset_path FOLDER` with `train.jsonl` and `test.jsonl`, lines of
-`{"question", "answer"}` with the bare answer. A completion scores +1 if it ends by itself and its
-last box equals the answer as mathematics, else -1; flat groups are dropped.
+Trains on DeepMath-103K and evaluates on MATH-500 and AIME 2024, from the Hugging Face hub, or on
+`--env.dataset_path FOLDER` with `train.jsonl` and `test.jsonl`.
 """
 
 from __future__ import annotations
@@ -37,9 +34,8 @@ from atropos_envs.math_env import (
 )
 
 PROMPT = (
-    "Below is a mathematics problem, then a solution that reasons step by step and ends with "
-    "the final answer "
-    "inside \\boxed{{}}.\n\nProblem: {question}\n\nSolution:"
+    "Below is a mathematics problem, then a solution that reasons step by step and ends with the "
+    "final answer inside \\boxed{{}}.\n\nProblem: {question}\n\nSolution:"
 )
 TRAIN = HubSplit("zwhe99/DeepMath-103K", "train", answer="final_answer")
 TESTS = {
@@ -58,8 +54,6 @@ class MathZeroConfig(MathConfig):
 
 
 class MathZeroEnv(MathEnv):
-    """Epochs over the problems, as plain text."""
-
     name = "math-zero"
     env_config_cls = MathZeroConfig
     env_defaults: ClassVar[dict[str, Any]] = MathEnv.env_defaults | {
@@ -74,12 +68,9 @@ class MathZeroEnv(MathEnv):
         return read_split(folder, "train") if folder else TRAIN.load()
 
     def test_rows(self) -> dict[str, list[MathProblem]]:
-        folder = self.config.dataset_path
-        return (
-            {"test": read_split(folder, "test")}
-            if folder
-            else {name: split.load() for name, split in TESTS.items()}
-        )
+        if folder := self.config.dataset_path:
+            return {"test": read_split(folder, "test")}
+        return {name: split.load() for name, split in TESTS.items()}
 
     def gold(self, row: MathProblem) -> list[Any]:
         answer = row["answer"]
@@ -97,19 +88,15 @@ class MathZeroEnv(MathEnv):
 
     def right(self, completion: Completion, gold: list[Any]) -> bool:
         """Accept only an answer in a box, from a completion that ended by itself."""
-        return (
-            not completion.truncated and BOX in completion.text and super().right(completion, gold)
-        )
+        ended = not completion.truncated and BOX in completion.text
+        return ended and super().right(completion, gold)
 
     def score(self, right: list[bool], group: list[Completion]) -> list[float]:
         return [RIGHT if each else WRONG for each in right]
 
     def override(self, completion: Completion) -> dict[str, Any]:
-        return (
-            {"set_advantage_to_zero": True}
-            if completion.truncated and self.config.mask_truncated
-            else {}
-        )
+        masked = completion.truncated and self.config.mask_truncated
+        return {"set_advantage_to_zero": True} if masked else {}
 
 
 def _prompt(row: MathProblem) -> str:

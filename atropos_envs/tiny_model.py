@@ -1,7 +1,4 @@
-"""A tiny Qwen3 with random weights and a character tokenizer, to run every part of a stack on a
-CPU.
-
-    python -c "from atropos_envs.tiny_model import make_tiny_model; make_tiny_model('runs/tiny')"
+"""A tiny Qwen3 with random weights and a character tokenizer, to run a whole stack on a CPU.
 
 Nothing is downloaded. The demo warm-starts this model; tests use it as it is.
 """
@@ -18,21 +15,20 @@ if TYPE_CHECKING:
 PAD_TOKEN, EOS_TOKEN = "<pad>", "<eos>"
 PAD_ID, EOS_ID = 0, 1
 CHARACTERS = "0123456789+="
+# A digit d has id d + 2.
 VOCABULARY = {token: index for index, token in enumerate([PAD_TOKEN, EOS_TOKEN, *CHARACTERS])}
-"""14 tokens; a digit d has id d + 2."""
 
 # Tokens; the demo's sequences have fewer than ten.
 MAX_POSITIONS = 256
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one id for each character and no special tokens around them; unknown
-    characters become the padding id."""
+    """Return a tokenizer with one id for each character."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
-    # BPE without merges is a character model. Mapping the unknown to padding, not to nothing, keeps
-    # a warm-up prompt such as "Hello" from becoming an empty one, which vLLM refuses.
+    # BPE without merges is a character model. Unknown characters become padding: without them a
+    # warm-up prompt such as "Hello" would be empty, which vLLM refuses.
     core = Tokenizer(models.BPE(vocab=VOCABULARY, merges=[], unk_token=PAD_TOKEN))
     # Joins the characters; the default decoder puts spaces between them.
     core.decoder = decoders.Fuse()
@@ -47,20 +43,19 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_config(dtype: str = "float32", vocab_rows: int = len(VOCABULARY)) -> Qwen3Config:
-    """Return the config of a Qwen3 with 0.79 M parameters: hidden 128, 4 layers, 4 heads on 2 KV
-    heads of 32, MLP 384, tied embeddings.
+    """Return the config of a Qwen3 with 0.79 M parameters.
 
     Args:
         dtype: torch's name of the weights' type.
-        vocab_rows: rows of the embeddings; rows beyond the 14 tokens are unused. vLLM 0.26 on a GPU
-            allocates an adapter's head for at least 128 rows, and does not start with adapters if
-            the model has fewer.
+        vocab_rows: rows of the embeddings; rows beyond the 14 tokens are unused.
 
     Raises:
         ValueError: fewer rows than tokens.
     """
     from transformers import Qwen3Config
 
+    # vLLM 0.26 on a GPU allocates an adapter's head for at least 128 rows, and does not start with
+    # adapters if the model has fewer. So callers may ask for more.
     if vocab_rows < len(VOCABULARY):
         raise ValueError(f"{vocab_rows} rows are too few: there are {len(VOCABULARY)} tokens")
     return Qwen3Config(
@@ -96,8 +91,7 @@ def build_tiny_model(
 
 
 def save_model(model: Qwen3ForCausalLM, path: Path) -> None:
-    """Write weights (safetensors), configs and tokenizer, so that the Auto classes load them
-    offline."""
+    """Write weights (safetensors), configs and tokenizer for transformers' Auto classes."""
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
     make_tokenizer().save_pretrained(path)
@@ -110,17 +104,7 @@ def make_tiny_model(
     dtype: str = "float32",
     vocab_rows: int = len(VOCABULARY),
 ) -> Path:
-    """Save the tiny model with random weights.
-
-    Args:
-        path: directory to write; created if missing.
-        seed: seed of the weights; the same seed gives the same bytes.
-        dtype: torch's name of the weights' type, such as "float32" or "bfloat16".
-        vocab_rows: as in `tiny_config`.
-
-    Returns:
-        The directory.
-    """
+    """Save the tiny model with random weights; return `path`."""
     target = Path(path)
     save_model(build_tiny_model(seed=seed, dtype=dtype, vocab_rows=vocab_rows), target)
     return target
