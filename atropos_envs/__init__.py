@@ -11,8 +11,8 @@ import os
 import sys
 from pathlib import Path
 
-NEEDS_NO_TORCH = (sys.stdlib_module_names - {"importlib", "runpy"}) | {"numpy", "pydantic"}
 # Imports of an environment that work without torch.
+NEEDS_NO_TORCH = (sys.stdlib_module_names - {"importlib", "runpy"}) | {"numpy", "pydantic"}
 
 
 class EnvFault(Exception):

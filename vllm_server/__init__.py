@@ -1,7 +1,4 @@
-"""An inference engine behind a small protocol: vLLM with `/generate`, `/bridge/*` and weights a
-trainer can map.
+"""vLLM behind a small protocol: `/generate`, `/bridge/*`, and weights that a trainer can map.
 
-    python -m vllm_server --model MODEL --port 9001
-
-Importing this package imports neither vLLM nor torch.
+python -m vllm_server --model MODEL --port 9001
 """

@@ -1,9 +1,7 @@
 """Most tokens a second that an engine can make, learned from its own steps while it works.
 
-A step of n sequences takes about `a + b * n` seconds: a part that every step costs, and a part for
-each sequence. The curve is fitted to the steps that the engine makes, by their number of sequences,
-and read at as many sequences as fit: `--max-num-seqs`, or fewer where the KV cache holds fewer.
-docs/telemetry.md says when that is not known.
+A step of n sequences takes about `a + b * n` seconds. The curve is fitted to the engine's steps,
+and read at as many sequences as fit: `--max-num-seqs`, or fewer if the KV cache holds fewer.
 """
 
 from __future__ import annotations
@@ -14,30 +12,28 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+# Least number and seconds of the steps in one sample: a busy server gets many steps at once, then
+# none for a while.
 STEPS, SAMPLE_S = 8, 0.5
-"""Least number and seconds of the steps in one sample: a busy server gets many steps at once, then
-none for a while."""
+# The newest samples of each number of sequences, and how many it takes to use them.
 SAMPLES_KEPT = 32
-"""Newest samples of each number of sequences."""
 SAMPLES_NEEDED = 3
-"""Samples below which a number of sequences says nothing."""
+# Quantile of the samples that counts: a slower step shared the machine or was paused.
 FASTEST = 0.25
-"""Quantile of the samples that counts: what is slower shared the machine or was paused."""
+# Share of the most sequences from which on the best rate seen is the answer.
 NEARLY_ALL = 0.8
-"""Share of the most sequences from which on the best rate seen is the answer."""
 LEAST_SEQUENCES = 8
+# The curve is read at no more than this times the most sequences seen.
 MOST_EXTRAPOLATED = 32.0
-"""Most sequences by those seen, above which the curve is not read."""
+# It is fitted once the most sequences seen are this times the fewest.
 CONTRAST = 4.0
-"""Most by fewest sequences seen, below which no curve is fitted."""
+# Share of a step's time that its sequences must cost, for their cost to be known well enough.
 LEAST_GROWTH = 0.25
-"""Share of a step's time that its sequences cost, below which their cost is not known well
-enough."""
 
 
 @dataclass
 class _Bin:
-    """Samples of about the same number of sequences, as (sequences, seconds) of a mean step."""
+    """Samples of about the same number of sequences: (sequences, seconds) of a mean step."""
 
     samples: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES_KEPT))
     steps: int = 0
@@ -53,27 +49,22 @@ class _Bin:
             self.steps, self.sequences, self.seconds = 0, 0, 0.0
 
     def point(self) -> tuple[float, float] | None:
-        """A fast sample; None while there are few."""
         if len(self.samples) < SAMPLES_NEEDED:
             return None
-        return sorted(self.samples, key=lambda sample: sample[1] / sample[0])[
-            int(FASTEST * len(self.samples))
-        ]
+        by_rate = sorted(self.samples, key=lambda sample: sample[1] / sample[0])
+        return by_rate[int(FASTEST * len(by_rate))]
 
 
 class StepCurve:
     """Time of an engine's steps by their number of sequences."""
 
     def __init__(self, slots: int) -> None:
-        """`slots`: sequences that the engine computes at a time, at most."""
         self._slots = slots
         self._bins: dict[int, _Bin] = {}
+        # Share of the KV cache that one sequence takes, a moving average; 0 while unknown.
         self._kv_share = 0.0
-        """Share of the KV cache that one sequence takes, a moving average; 0 while it is not
-        known."""
 
     def add(self, sequences: int, seconds: float) -> None:
-        """Count one step."""
         if sequences > 0 and seconds > 0:
             self._bins.setdefault(round(2 * math.log2(sequences)), _Bin()).add(sequences, seconds)
 
@@ -90,9 +81,7 @@ class StepCurve:
 
     def ceiling(self) -> float | None:
         """Tokens a second at `most` sequences; None while too little was seen."""
-        points = sorted(
-            point for each in self._bins.values() if (point := each.point()) is not None
-        )
+        points = sorted(point for each in self._bins.values() if (point := each.point()))
         if not points:
             return None
         fewest, highest, most = points[0][0], points[-1][0], self.most
@@ -108,17 +97,14 @@ class StepCurve:
 
 
 def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Seconds of a step, and of each sequence in it: the least squares of relative errors, neither
-    below 0."""
-    weights = [1.0 / seconds**2 for _, seconds in points]
-    total = sum(weights)
-    mean_n = sum(w * n for w, (n, _) in zip(weights, points, strict=True)) / total
-    mean_s = sum(w * s for w, (_, s) in zip(weights, points, strict=True)) / total
-    spread = sum(w * (n - mean_n) ** 2 for w, (n, _) in zip(weights, points, strict=True))
-    slope = (
-        sum(w * (n - mean_n) * (s - mean_s) for w, (n, s) in zip(weights, points, strict=True))
-        / spread
-    )
+    """Return the seconds of a step and of each sequence in it."""
+    # The least squares of relative errors, neither part below 0.
+    weighed = [(1.0 / seconds**2, sequences, seconds) for sequences, seconds in points]
+    total = sum(w for w, _, _ in weighed)
+    mean_n = sum(w * n for w, n, _ in weighed) / total
+    mean_s = sum(w * s for w, _, s in weighed) / total
+    spread = sum(w * (n - mean_n) ** 2 for w, n, _ in weighed)
+    slope = sum(w * (n - mean_n) * (s - mean_s) for w, n, s in weighed) / spread
     slope = min(max(slope, 0.0), mean_s / mean_n)
     return mean_s - slope * mean_n, slope
 
@@ -128,42 +114,37 @@ class Step:
     """One step of an engine, when the server has its tokens."""
 
     engine: int
-    """Its number, with data parallelism."""
     tokens: int
     running: int | None
-    """Sequences that go on after it; None where vLLM does not tell, as the next two."""
+    """Sequences that go on after it; None if vLLM does not report it."""
     waiting: int | None
     kv_use: float | None
     """Share of the KV cache in use, 0 to 1."""
 
 
 class EngineCapacity:
-    """Counts the tokens of a server's engines and times their steps.
-
-    With data parallelism the engines share one curve, and each adds its ceiling.
-    """
+    """Counts the tokens of a server's engines and times their steps."""
 
     def __init__(self, slots: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._curve = StepCurve(slots)
+        # Time of each engine's last step; None if it has no work since. With data parallelism the
+        # engines share one curve, and each adds its ceiling.
         self._ended: dict[int, float | None] = {}
-        """Time of each engine's last step; None where that step left it without work."""
         self.generated = 0
         """Tokens since the server began."""
 
     def step(self, step: Step) -> None:
-        """Count one step. The first after a time without work is not timed: nobody knows when it
-        began."""
         now, before = self._clock(), self._ended.get(step.engine)
         self.generated += step.tokens
         if step.running and step.kv_use:
             self._curve.hold(step.running, step.kv_use)
+        # The beginning of the first step after a time without work is not known.
         if before is not None:
             self._curve.add(step.tokens, now - before)
         self._ended[step.engine] = None if step.running == 0 and not step.waiting else now
 
     def ceiling(self) -> float | None:
-        """Tokens a second that the engines of this server can make; None while that is not
-        known."""
+        """Tokens a second of all engines; None while that is not known."""
         one = self._curve.ceiling()
         return None if one is None else one * max(1, len(self._ended))

@@ -1,8 +1,6 @@
 """The only module that knows the differences between vLLM releases (0.26 to 0.32).
 
-It finds the parts that vLLM's own API server calls, under one name each. Nothing of vLLM is
-patched, except one function of its sampler (`plugin.scale_raw_logprobs`). vLLM is imported when one
-of these names is first used.
+It finds the parts that vLLM's own API server calls, and imports vLLM on first use.
 """
 
 from __future__ import annotations
@@ -66,8 +64,8 @@ ENGINE_PARTS = (
 them touches a GPU."""
 _READY_LIMIT = "VLLM_ENGINE_READY_TIMEOUT_S"
 _READY_LIMIT_S = 1_000_000
+# Seconds that open connections get at shutdown, after requests in flight have ended.
 CONNECTIONS_CLOSE_S = 1
-"""Seconds that open connections get at shutdown, after requests in flight have ended."""
 
 
 class _StepLogger:
@@ -86,26 +84,21 @@ class _StepLogger:
     ) -> None:
         if iteration_stats is None:
             return
-        told = scheduler_stats is not None
-        self._hear(
-            Step(
-                engine=engine_idx,
-                tokens=iteration_stats.num_generation_tokens,
-                running=scheduler_stats.num_running_reqs if told else None,
-                waiting=scheduler_stats.num_waiting_reqs if told else None,
-                kv_use=scheduler_stats.kv_cache_usage if told else None,
-            )
-        )
+        tokens, stats = iteration_stats.num_generation_tokens, scheduler_stats
+        if stats is None:
+            self._hear(Step(engine_idx, tokens, None, None, None))
+            return
+        running, waiting = stats.num_running_reqs, stats.num_waiting_reqs
+        self._hear(Step(engine_idx, tokens, running, waiting, stats.kv_cache_usage))
 
     def _ignore(self, *_: Any, **__: Any) -> None:
-        """Whatever else vLLM tells its stat loggers."""
+        pass
 
     log = log_engine_initialized = record_sleep_state = record_admission_rejection = _ignore
 
 
 def hear_steps(engine: Any, hear: Callable[[Step], None]) -> bool:
-    """Call `hear` with every step of the engine from now on; False where vLLM keeps no
-    statistics."""
+    """Call `hear` with every step of the engine; return False if vLLM keeps no statistics."""
     loggers = getattr(getattr(engine, "logger_manager", None), "stat_loggers", None)
     if not isinstance(loggers, list):
         return False
@@ -126,10 +119,8 @@ def _find(name: str) -> Any:
             module = importlib.import_module(module_name)
             if hasattr(module, name):
                 return getattr(module, name)
-    raise ImportError(
-        f"vLLM {vllm_version()} has no {name} in {' or '.join(_PLACES[name])}; supported "
-        f"releases are 0.26 to 0.32"
-    )
+    missing = f"vLLM {vllm_version()} has no {name} in {' or '.join(_PLACES[name])}"
+    raise ImportError(f"{missing}; supported releases are 0.26 to 0.32")
 
 
 def require_parts() -> None:
@@ -143,19 +134,18 @@ def require_parts() -> None:
 
 
 def vllm_version() -> str:
-    """Version of the installed vLLM."""
     from vllm.version import __version__
 
     return str(__version__)
 
 
 def request_errors() -> tuple[type[Exception], ...]:
-    """Exceptions that vLLM raises for a request it cannot serve; later releases do not derive them
-    from ValueError."""
+    """Return the exceptions that vLLM raises for a request it cannot serve."""
     from vllm import exceptions
 
-    client_error = getattr(exceptions, "VLLMClientError", None)
-    return (ValueError, TypeError, OverflowError, *([client_error] if client_error else []))
+    # Later releases do not derive them from ValueError.
+    client_error = getattr(exceptions, "VLLMClientError", ValueError)
+    return (ValueError, TypeError, OverflowError, client_error)
 
 
 def import_parts(names: Sequence[str] = ENGINE_PARTS) -> None:
@@ -203,7 +193,7 @@ class EngineStartError(RuntimeError):
 
 @contextlib.contextmanager
 def starting(what: str) -> Iterator[None]:
-    """Turn a failure of the block into one line without a traceback; `what` names what starts.
+    """Turn a failure of the block into one line; `what` names what starts.
 
     Raises:
         ConfigError: vLLM refuses the model or a flag.
@@ -216,25 +206,25 @@ def starting(what: str) -> Iterator[None]:
         reason = " ".join(str(error).split())[:400]
         if isinstance(error, ValueError | OSError):
             raise ConfigError(f"vLLM refuses this configuration: {reason}") from None
-        raise EngineStartError(
-            f"{what} did not start: {reason} (its log lines are above)"
-        ) from error
+        fault = f"{what} did not start: {reason} (its log lines are above)"
+        raise EngineStartError(fault) from error
 
 
 async def serve_http(app: Any, sock: Any, args: Namespace, *, limited: bool) -> Awaitable[None]:
-    """Serve `app` on `sock` as vLLM's own server would, until SIGTERM; await the result after the
-    engine's end.
+    """Serve `app` on `sock` as vLLM's own server would, until SIGTERM.
 
     Args:
         limited: apply `ConnectionLimits`, which also tell the app whose connection a request came
         over.
+
+    Returns:
+        An awaitable of the engine's end.
     """
     from vllm import envs
 
     from atropos_common.net.connections import ConnectionLimits
 
-    # Requests whose engine is gone never end: without a limit the server would wait for them until
-    # it is killed.
+    # Requests whose engine is gone never end: without a limit the server would wait forever.
     options: dict[str, Any] = {"timeout_graceful_shutdown": CONNECTIONS_CLOSE_S}
     if limited:
         options["http"] = ConnectionLimits().protocol()
@@ -265,17 +255,15 @@ async def serve_http(app: Any, sock: Any, args: Namespace, *, limited: bool) -> 
 def forked_engine_client(
     args: Namespace, why_not: Callable[[], str | None]
 ) -> contextlib.AbstractAsyncContextManager[Any]:
-    """vLLM's engine client with an engine that is forked from this process, which saves a second
-    import of vLLM.
-
-    This is vLLM's own method for library use. Its CPU platform asks for `spawn` because of OpenMP
-    threads; the caller guarantees that there are none.
+    """Return vLLM's engine client with an engine that is forked from this process.
 
     Args:
         why_not: called once more just before the fork; a reason means `spawn` after all.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
+    # This is vLLM's own method for library use. Its CPU platform asks for `spawn` because of OpenMP
+    # threads; the caller guarantees that there are none.
     class ForkingEngineArgs(AsyncEngineArgs):
         def create_engine_config(self, *args: Any, **kwargs: Any) -> Any:
             config = super().create_engine_config(*args, **kwargs)
@@ -286,22 +274,20 @@ def forked_engine_client(
                 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
             return config
 
-    return _find("build_async_engine_client_from_engine_args")(
-        ForkingEngineArgs.from_cli_args(args)
-    )
+    build = _find("build_async_engine_client_from_engine_args")
+    return build(ForkingEngineArgs.from_cli_args(args))
 
 
 def executor_of_part(args: Namespace) -> Any:
-    """The executor of an engine's workers on this machine, for an engine whose API server runs on
-    another one.
+    """Return the executor of this machine's workers, for an API server on another machine.
 
-    vLLM's `serve --headless` runs the same. Returns when the workers have loaded the model and
-    joined all others.
+    It has loaded the model and joined all other workers.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
+    # As vLLM's `serve --headless`.
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
         usage_context=UsageContext.OPENAI_API_SERVER, headless=True
     )
@@ -309,20 +295,19 @@ def executor_of_part(args: Namespace) -> Any:
 
 
 def load_adapter_request(name: str, path: str) -> Any:
-    """vLLM's request to load a LoRA adapter."""
     from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 
     return LoadLoRAAdapterRequest(lora_name=name, lora_path=path)
 
 
 def adapters_in_flight(engine: Any) -> set[str]:
-    """Names of the LoRA adapters that unfinished requests use."""
+    """Return the names of the LoRA adapters that unfinished requests use."""
     states = getattr(getattr(engine, "output_processor", None), "request_states", {})
     return {name for state in states.values() if (name := getattr(state, "lora_name", None))}
 
 
 async def tokenizer_of(engine: Any) -> Any | None:
-    """The engine's tokenizer; None if it runs without one."""
+    """Return the engine's tokenizer; None if it runs without one."""
     try:
         tokenizer = engine.get_tokenizer()
         return await tokenizer if inspect.isawaitable(tokenizer) else tokenizer

@@ -1,8 +1,4 @@
-"""The server's settings from its environment, checked before any heavy import.
-
-vLLM parses its own flags; this module covers the bridge to the trainer. It imports neither torch
-nor vLLM.
-"""
+"""The server's settings from its environment, checked before vLLM and torch are imported."""
 
 from __future__ import annotations
 
@@ -39,25 +35,20 @@ ENV_LOGDIR = "LOGDIR"
 ENV_BRIDGE_CONFIG_PATH = "VLLM_BRIDGE_CONFIG_PATH"
 ENV_SHM_NAME = "ATROPOS_SHM_NAME"
 ENV_WEIGHT_UPDATES = "ATROPOS_WEIGHT_UPDATES"
-"""The server sets it to "1" for its child processes, or removes it."""
 ENV_FORK_ENGINE = "ATROPOS_FORK_ENGINE"
-""""0": never start the engine process by fork."""
+# Set by the server itself. Its child processes know themselves by the id, and the worker finds the
+# file of all parameters and the folder of its weights. A restart without CUDA graphs finds why.
 ENV_INSTANCE_ID = "ATROPOS_INSTANCE_ID"
-"""Set by the server; marks its child processes."""
 ENV_SHM_PATH = "ATROPOS_SHM_PATH"
-"""Set by the server for its worker: the file that holds every parameter."""
-ENV_EAGER_BECAUSE = "ATROPOS_EAGER_BECAUSE"
-"""Set by the server for its restart without CUDA graphs: the reason."""
 ENV_START_WEIGHTS = "ATROPOS_START_WEIGHTS"
-"""Set by the server for its worker: the folder whose weights it loads in place of the model's."""
+ENV_EAGER_BECAUSE = "ATROPOS_EAGER_BECAUSE"
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 9001
-PLUGIN_NAME = "atropos_bridge"
-"""Entry point in vLLM's group `vllm.general_plugins`."""
+PLUGIN_NAME = "atropos_bridge"  # in vLLM's entry point group `vllm.general_plugins`
 
+# Bytes of a temporary folder, so that vLLM's sockets (a UUID each) below it can be bound.
 LONGEST_TEMPORARY = LONGEST_SOCKET - len("/01234567-89ab-cdef-0123-456789abcdef")
-"""Longest temporary folder in bytes, so that vLLM's sockets (a UUID each) below it can be bound."""
 
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
 _TOKEN_CHARACTERS = set(string.ascii_letters + string.digits + "-_.~+/=")
@@ -70,38 +61,35 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Bridge settings of one server process."""
-
     instance_id: str
-    """Random id, new at every start."""
+    """Random, new at every start."""
     temporary: Path
-    """Folder for the temporary files that vLLM leaves behind; created by `take_temporary_folder`,
-    removed at shutdown."""
+    """Folder for the files that vLLM leaves behind."""
     manifest_path: Path
-    """Path in the bridge directory, which also holds the version stamp and the token file."""
+    """In the bridge directory, beside the version stamp and the token file."""
     token: str
-    """Secret that control routes require in the header `X-Atropos-Token`."""
+    """Secret that control routes require."""
     token_generated: bool
-    """This server made the token, so it writes `token_path` for readers of the bridge directory."""
+    """Made by this server, which then writes `token_path`."""
     shared_weights: bool
     """Export the weights for a trainer to map."""
     weight_updates: bool
-    """Accept new weights while running, from a folder or over a broadcast."""
+    """Accept new weights while running."""
     hold_generation: bool
     """Answer only requests with the token until `/bridge/resume`."""
     shm_path: Path
-    """File that holds the weights of a CPU server."""
+    """File with the weights of a CPU server."""
     run_dir: Path | None = None
-    """Run directory; adapters are loaded only from below it."""
+    """Adapters are loaded only from below it."""
     allowed_hosts: frozenset[str] = field(default_factory=frozenset)
     """Additional names that the Host header may have."""
     trainer_hosts: frozenset[str] = field(default_factory=frozenset)
-    """Addresses, other than the loopback, of trainers that may broadcast weights."""
+    """Addresses, beyond the loopback, of trainers that may broadcast weights."""
     sampling: SamplingPolicy = "plain"
     open_generation: bool = False
-    """Let other users of this machine ask for completions without a key."""
+    """Other users of this machine need no key for completions."""
     eager_because: str | None = None
-    """Reason why an earlier start in this process gave up CUDA graphs."""
+    """Reason why an earlier start gave up CUDA graphs."""
 
     @property
     def bridge_dir(self) -> Path:
@@ -109,7 +97,7 @@ class ServerConfig:
 
     @property
     def private_dir(self) -> bool:
-        """The bridge directory lies in the temporary folder and is removed with it."""
+        """The bridge directory is removed with the temporary folder."""
         return self.bridge_dir.parent == self.temporary
 
     @property
@@ -119,12 +107,12 @@ class ServerConfig:
 
     @property
     def spans_path(self) -> Path:
-        """File of weight versions by completion, kept across restarts."""
+        """Weight versions by completion, kept across restarts."""
         return self.bridge_dir / "versions.txt"
 
     @property
     def start_weights_path(self) -> Path:
-        """File that names the weights of the next start: `{"path": ..., "weight_version": ...}`."""
+        """Weights of the next start: `{"path": ..., "weight_version": ...}`."""
         return self.bridge_dir / "start_weights.json"
 
     @property
@@ -137,7 +125,7 @@ class ServerConfig:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> ServerConfig:
-        """Read and check the environment; creates no file.
+        """Read and check the environment; create no file.
 
         Raises:
             ConfigError: an invalid value, with the way out.
@@ -154,10 +142,9 @@ class ServerConfig:
         token = _token(env)
         shm_name = env.get(ENV_SHM_NAME) or f"atropos-{instance_id}"
         if not is_safe_name(shm_name):
-            raise ConfigError(
-                f"{ENV_SHM_NAME}={shm_name!r}: a plain file name is needed (letters, digits, "
-                f"dot, dash, underscore)"
-            )
+            allowed = "letters, digits, dot, dash, underscore"
+            fault = f"{ENV_SHM_NAME}={shm_name!r}: a plain file name is needed"
+            raise ConfigError(f"{fault} ({allowed})")
         temporary = scratch_below(env, f"atropos-vllm-{instance_id}")[0]
         if manifest_path is None:
             manifest_path = temporary / "bridge" / MANIFEST_NAME
@@ -183,24 +170,22 @@ class ServerConfig:
 
 
 def require_own_folder(folder: Path) -> None:
-    """Check that only this user can write to the bridge directory: a writer could take the token
-    and choose the start weights.
+    """Check that only this user can write to the bridge directory.
 
     Raises:
         ConfigError: the folder belongs to another user, or others may write there.
     """
+    # A writer could take the token and choose the start weights.
     info = folder.stat()
     if info.st_uid != os.getuid() or info.st_mode & 0o022:
         raise ConfigError(
             f"others may write into {folder}: take a folder of this user alone "
-            f"({ENV_LOGDIR}=$(mktemp -d)), or, if it "
-            f"is yours, chmod go-w {folder}"
+            f"({ENV_LOGDIR}=$(mktemp -d)), or, if it is yours, chmod go-w {folder}"
         )
 
 
 def take_temporary_folder(config: ServerConfig, env: os._Environ[str]) -> None:
-    """Create the server's temporary folder and use it for everything: vLLM leaves sockets and files
-    behind even at a clean end.
+    """Create the server's temporary folder and use it for everything.
 
     Args:
         env: changed in place, unless socket paths below the folder would be too long.
@@ -208,20 +193,18 @@ def take_temporary_folder(config: ServerConfig, env: os._Environ[str]) -> None:
     Raises:
         ConfigError: the folder cannot be created.
     """
+    # vLLM leaves sockets and files behind even at a clean end.
     try:
         config.temporary.mkdir(mode=0o700)
     except OSError as error:
-        raise ConfigError(
-            f"{config.temporary.parent} takes no temporary folder ({error.strerror}): set "
-            f"TMPDIR to one that does"
-        ) from None
+        fault = f"{config.temporary.parent} takes no temporary folder ({error.strerror})"
+        raise ConfigError(f"{fault}: set TMPDIR to one that does") from None
     if len(os.fsencode(config.temporary)) <= LONGEST_TEMPORARY:
         env.update(scratch_below(env, config.temporary.name)[1])
         tempfile.tempdir = None  # it was computed from the old environment
 
 
 def remove_temporary_folder(config: ServerConfig, env: os._Environ[str]) -> None:
-    """Undo `take_temporary_folder`."""
     shutil.rmtree(config.temporary, ignore_errors=True)
     if env.get("TMPDIR") == str(config.temporary):
         env["TMPDIR"] = str(config.temporary.parent)
@@ -233,16 +216,12 @@ def _sampling(env: Mapping[str, str]) -> SamplingPolicy:
     for policy in get_args(SamplingPolicy):
         if named == policy:
             return policy  # type: ignore[no-any-return]
-    raise ConfigError(
-        f"{ENV_SAMPLING}={named!r}: it is one of {', '.join(get_args(SamplingPolicy))}"
-    )
+    known = ", ".join(get_args(SamplingPolicy))
+    raise ConfigError(f"{ENV_SAMPLING}={named!r}: it is one of {known}")
 
 
 def prepare_network(env: dict[str, str] | os._Environ[str]) -> None:
-    """Make vLLM, gloo and NCCL use the network interface that the other machines of this engine
-    dial.
-
-    By themselves they choose one, gloo that of the host name, which is often the loopback.
+    """Make vLLM, gloo and NCCL use the interface that the engine's other machines dial.
 
     Args:
         env: changed in place; existing values stay.
@@ -256,6 +235,7 @@ def prepare_network(env: dict[str, str] | os._Environ[str]) -> None:
         address = address_here()
     except NoSuchAddress as error:
         raise ConfigError(str(error)) from None
+    # By themselves they choose one, gloo that of the host name, which is often the loopback.
     interface = interface_of(address)
     env.setdefault("VLLM_HOST_IP", address)
     env.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -303,8 +283,8 @@ def prepare_environment(env: dict[str, str] | os._Environ[str], *, cpu: bool) ->
     return notes
 
 
+# vLLM's own rules.
 def _vllm_cache(env: Mapping[str, str]) -> Path:
-    """vLLM's cache folder, by vLLM's own rules."""
     caches = env.get("XDG_CACHE_HOME") or "~/.cache"
     # os.path.expanduser keeps the tilde where there is no home; Path's raises.
     return Path(os.path.expanduser(env.get("VLLM_CACHE_ROOT") or f"{caches}/vllm"))  # noqa: PTH111
@@ -320,14 +300,11 @@ def _flag(env: Mapping[str, str], name: str) -> bool:
 
 
 def _manifest_path(env: Mapping[str, str]) -> Path | None:
-    """Manifest path from the environment; None if none is named."""
     if value := env.get(ENV_BRIDGE_CONFIG_PATH):
         path = Path(value).absolute()
         if path.is_dir():
-            raise ConfigError(
-                f"{ENV_BRIDGE_CONFIG_PATH}={value} is a directory; name a file in it, or use "
-                f"{ENV_LOGDIR}"
-            )
+            fault = f"{ENV_BRIDGE_CONFIG_PATH}={value} is a directory"
+            raise ConfigError(f"{fault}; name a file in it, or use {ENV_LOGDIR}")
         return path
     if value := env.get(ENV_LOGDIR):
         directory = Path(value).absolute()

@@ -1,15 +1,12 @@
-"""`POST /generate`: completions with the logprob of every token, in the form of atroposlib's vLLM
-client.
+"""`POST /generate`: completions with the logprob of every token, as atroposlib's vLLM client reads
+them.
 
-    {"prompt": "1+2=" | {"prompt_token_ids": [3, 12, 4]}, "n": 8, "max_tokens": 4, "temperature":
-    1.0, ...}
+    {"prompt": "1+2=" | {"prompt_token_ids": [3, 12, 4]}, "n": 8, "max_tokens": 4, ...}
     -> {"text": [...], "prompt": "1+2=", "finish_reasons": ["stop", ...], "prompt_token_ids": [...],
-        "token_ids": [[...], ...], "logprobs": [[[{"5": -0.1}], ...], ...], "weight_versions": [[3,
-        3], ...]}
+        "token_ids": [[...], ...], "logprobs": [[[{"5": -0.1}], ...], ...],
+        "weight_versions": [[3, 3], ...]}
 
-`logprobs[i][t][0]` maps token ids to logprobs in nats, the sampled token first. Every answer has
-them. The server also keeps each completion's weight versions under its digest for
-`/bridge/versions`.
+`logprobs[i][t][0]` maps token ids to logprobs in nats, the sampled token first.
 """
 
 from __future__ import annotations
@@ -35,11 +32,10 @@ from vllm_server.versions import Span, SpanStore, VersionHistory
 
 logger = logging.getLogger(__name__)
 
-LOWEST_LOGPROB = -9999.0
-"""Replacement for minus infinity, which JSON lacks; vLLM's own routes use the same value."""
+LOWEST_LOGPROB = -9999.0  # minus infinity, which JSON lacks, on vLLM's own routes too
 MAX_COMPLETIONS = 4096
-AGAIN_S = 0.02
-"""Seconds before a completion that a publish aborted is requested again."""
+# Wait before a completion that a publish aborted is requested again.
+ABORTED_AGAIN_S = 0.02
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -57,11 +53,11 @@ class TokenPrompt(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     prompt_token_ids: list[TokenId] = Field(min_length=1)
     cache_salt: str | None = Field(None, max_length=64)
-    """Prefix cache entries are shared only with requests of the same salt."""
+    """Shares prefix cache entries only with requests of the same salt."""
 
 
+# A bare list of token ids and vLLM's `{"prompt": text}` are prompts too.
 def _as_prompt(value: object) -> object:
-    """Accept a bare list of token ids and vLLM's `{"prompt": text}` as prompts."""
     if isinstance(value, list):
         return {"prompt_token_ids": value}
     if isinstance(value, dict) and set(value) == {"prompt"}:
@@ -70,18 +66,16 @@ def _as_prompt(value: object) -> object:
 
 
 class GenerateRequest(BaseModel):
-    """The request body. Unknown fields are errors: a misspelt `temperature` must not train a
-    model."""
+    """The request body; an unknown field is an error."""
 
+    # A misspelt `temperature` must not train a model.
     model_config = ConfigDict(extra="forbid", strict=True)
     prompt: Annotated[str | TokenPrompt, BeforeValidator(_as_prompt)]
     model: str | None = None
     """A name that this server serves; None: any."""
     for_training: bool = True
-    """False: no sampling limits, and no record of the weight version, because nothing may train on
-    the answer."""
-    stream: Literal[False] = False
-    """Only False; `/v1/completions` streams."""
+    """False: no sampling limits, and no record of the weight version."""
+    stream: Literal[False] = False  # `/v1/completions` streams
     n: int = Field(1, ge=1, le=MAX_COMPLETIONS)
     temperature: Finite = Field(1.0, ge=0)
     max_tokens: int | None = Field(16, ge=1)
@@ -99,7 +93,7 @@ class GenerateRequest(BaseModel):
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool = False
     logprobs: int | None = Field(0, ge=-1)
-    """Alternatives per position in addition to the sampled token; None counts as 0."""
+    """Alternatives per position beyond the sampled token; None counts as 0."""
     prompt_logprobs: int | None = Field(None, ge=-1)
     logit_bias: dict[str, Finite] | None = None
     allowed_token_ids: list[TokenId] | None = None
@@ -128,10 +122,7 @@ def parse_body(raw: bytes) -> GenerateRequest:
 def under_policy(
     request: GenerateRequest, sampling: SamplingPolicy
 ) -> tuple[GenerateRequest, list[str]]:
-    """Apply the sampling policy.
-
-    Returns:
-        The request to answer, and the removed options as `name=value`.
+    """Return the request to answer, and the removed options as `name=value`.
 
     Raises:
         RequestError: the policy refuses an option.
@@ -140,19 +131,16 @@ def under_policy(
     if not leaking or sampling == "as_asked":
         return request, []
     if sampling == "refuse":
-        raise RequestError(
-            f"{', '.join(leaking)}: {refusals.WHY}. {refusals.instead(leaking)}, or, for an "
-            f"answer that is not "
-            'trained on, send "for_training": false'
-        )
+        fix = 'or, for an answer that is not trained on, send "for_training": false'
+        advice = f"{refusals.instead(leaking)}, {fix}"
+        raise RequestError(f"{', '.join(leaking)}: {refusals.WHY}. {advice}")
     fields = GenerateRequest.model_fields
-    return request.model_copy(
-        update={name: fields[name].default for name in refusals.names_of(leaking)}
-    ), leaking
+    defaults = {name: fields[name].default for name in refusals.names_of(leaking)}
+    return request.model_copy(update=defaults), leaking
 
 
 def sampling_options(body: GenerateRequest, index: int) -> dict[str, Any]:
-    """Arguments of vLLM's `SamplingParams` for completion `index`."""
+    """Return arguments of vLLM's `SamplingParams` for completion `index`."""
     options = body.model_dump(exclude={"prompt", "model", "stream", "n", "for_training"})
     options["n"] = 1
     options["logprobs"] = body.logprobs or 0
@@ -180,40 +168,34 @@ def finite_logprob(value: float) -> float:
 
 
 def position_logprobs(sampled: int | None, candidates: dict[int, Any]) -> dict[str, float]:
-    """One position as `{token id: logprob}`, the sampled token first: the client reads the first
-    key."""
-    order = ([] if sampled is None else [sampled]) + [
-        token for token in candidates if token != sampled
-    ]
+    """Return one position as `{token id: logprob}`, the sampled token first."""
+    # The client reads the first key.
+    order = [] if sampled is None else [sampled]
+    order += [token for token in candidates if token != sampled]
     return {str(token): finite_logprob(float(candidates[token].logprob)) for token in order}
 
 
 def completion_logprobs(
     token_ids: Sequence[int], positions: Sequence[dict[int, Any]]
 ) -> list[list[dict[str, float]]]:
-    """All positions of one completion, each wrapped in a list as the client expects."""
+    """Return all positions of one completion, each in a list as the client expects."""
     assert len(token_ids) == len(positions), "vLLM returns one logprob entry for each token"
     if isinstance(positions, list):
-        return [
-            [position_logprobs(token, entry)]
-            for token, entry in zip(token_ids, positions, strict=True)
-        ]
+        rows = zip(token_ids, positions, strict=True)
+        return [[position_logprobs(token, entry)] for token, entry in rows]
     # vLLM's flat form: lists over all candidates of all positions, several times cheaper to fill
     # and to read.
     flat: Any = positions
-    names, values = (
-        [str(token) for token in flat.token_ids],
-        [finite_logprob(value) for value in flat.logprobs],
-    )
+    names = [str(token) for token in flat.token_ids]
+    values = [finite_logprob(value) for value in flat.logprobs]
     spans = list(zip(flat.start_indices, flat.end_indices, strict=True))
-    assert [flat.token_ids[start] for start, _ in spans] == list(token_ids), (
-        "the sampled token comes first"
-    )
+    first = [flat.token_ids[start] for start, _ in spans]
+    assert first == list(token_ids), "the sampled token comes first"
     return [[dict(zip(names[start:end], values[start:end], strict=True))] for start, end in spans]
 
 
 def text_of(tokenizer: Any, prompt_ids: list[int], completion: Any, params: Any) -> str:
-    """Decode the completion once at its end; equal to vLLM's own token-by-token text."""
+    """Decode the completion at its end; equal to vLLM's own token-by-token text."""
     from tokenizers.decoders import DecodeStream
 
     ids = list(completion.token_ids)
@@ -230,13 +212,12 @@ class AdapterSource(Protocol):
     """Source of the LoRA adapter that answers in place of the base model."""
 
     def use(self) -> contextlib.AbstractContextManager[tuple[Any, int] | None]:
-        """Yield adapter and weight version for one request, and keep the adapter loaded meanwhile;
-        None: base model."""
+        """Yield adapter and weight version for one request; None: base model."""
         ...
 
 
 class Generator:
-    """Turns request bodies into answers and records the weight versions of completions."""
+    """Turns request bodies into answers and records their weight versions."""
 
     def __init__(
         self,
@@ -253,9 +234,9 @@ class Generator:
         self.history = history
         self.spans = spans
         self.kept = completions or CompletionStore()
-        """Recent completions with logprobs, for environments that drop them."""
+        """Recent completions, for environments that drop their logprobs."""
         self.completions = 0
-        """Number of completions returned."""
+        """Completions returned since the start."""
         self._model_names = list(model_names)
         self._vocabulary = int(engine.model_config.get_vocab_size())
 
@@ -266,22 +247,21 @@ class Generator:
             RequestError: unknown model or token id. vLLM's own request errors pass through.
         """
         if body.model is not None and body.model not in self._model_names:
-            raise RequestError(
-                f"model: {body.model!r} is not served here; this server has {self._model_names}"
-            )
+            known = f"this server has {self._model_names}"
+            raise RequestError(f"model: {body.model!r} is not served here; {known}")
         prompt_ids = await self._prompt_ids(body.prompt)
         with self.adapters.use() if self.adapters else contextlib.nullcontext() as adapter:
             outputs = await self._complete(prompt_ids, body, adapter and adapter[0])
         prompt = body.prompt if isinstance(body.prompt, str) else await self._decode(prompt_ids)
+        # Each engine request has one completion.
+        made = [output.outputs[0] for output in outputs]
         answer: dict[str, Any] = {
-            "text": [output.outputs[0].text for output in outputs],
+            "text": [one.text for one in made],
             "prompt": prompt,
-            "finish_reasons": [output.outputs[0].finish_reason for output in outputs],
+            "finish_reasons": [one.finish_reason for one in made],
             "prompt_token_ids": prompt_ids,
-            "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
-            "logprobs": [
-                completion_logprobs(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs
-            ],
+            "token_ids": [list(one.token_ids) for one in made],
+            "logprobs": [completion_logprobs(one.token_ids, one.logprobs) for one in made],
         }
         if body.prompt_logprobs is not None:
             scores = outputs[0].prompt_logprobs or []
@@ -298,36 +278,29 @@ class Generator:
         return answer
 
     def require_valid_options(self, body: GenerateRequest) -> None:
-        """Check all sampling options, also those that the policy removes.
-
-        Raises:
-            RequestError: a token id outside the vocabulary. vLLM's own request errors pass through.
-        """
+        """Check all sampling options, also those that the policy removes; errors as in `answer`."""
         from vllm.sampling_params import SamplingParams
 
         options = sampling_options(body, 0)
         SamplingParams(**options)
         if body.allowed_token_ids == []:
-            raise RequestError(
-                "allowed_token_ids: it is empty; leave it out, or name at least one token"
-            )
-        for name in (
-            "stop_token_ids",
-            "allowed_token_ids",
-            "logit_bias",
-        ):  # vLLM checks some of these only since 0.29
+            fix = "leave it out, or name at least one token"
+            raise RequestError(f"allowed_token_ids: it is empty; {fix}")
+        # vLLM checks some of these only since 0.29.
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self._require_known(name, options[name] or [])
 
     async def probe(self, *, tokens: int = 1, logprobs: int = 0) -> int:
         """Generate a few tokens from a one-token prompt; return their number."""
+        prompt = [min(2, self._vocabulary - 1)]
         body = GenerateRequest(
-            prompt=TokenPrompt(prompt_token_ids=[min(2, self._vocabulary - 1)]),
+            prompt=TokenPrompt(prompt_token_ids=prompt),
             max_tokens=tokens,
             temperature=0.0,
             ignore_eos=True,
             logprobs=logprobs,
         )
-        (output,) = await self._complete([min(2, self._vocabulary - 1)], body)
+        (output,) = await self._complete(prompt, body)
         return len(output.outputs[0].token_ids)
 
     async def first_token(self, body: GenerateRequest) -> tuple[int, float]:
@@ -340,10 +313,10 @@ class Generator:
     async def _complete(
         self, prompt_ids: list[int], body: GenerateRequest, adapter: Any = None
     ) -> list[Any]:
-        """Send one engine request for each completion, so that each has its own token times and
-        weight versions."""
+        """Send one engine request for each completion."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+        # So each completion has its own token times and weight versions.
         tokenizer = await self._text_at_the_end(body)
         cheap = {
             "output_kind": RequestOutputKind.FINAL_ONLY,
@@ -375,11 +348,9 @@ class Generator:
         return outputs
 
     async def _text_at_the_end(self, body: GenerateRequest) -> Any | None:
-        """Return the tokenizer if the text can be decoded at the completion's end; None if vLLM
-        must decode every token.
-
-        vLLM's decoding also decodes every logprob candidate, which costs more than all of HTTP.
-        """
+        """Return the tokenizer if the text can be decoded at the completion's end."""
+        # vLLM's own decoding also decodes every logprob candidate, which costs more than all of
+        # HTTP. Stop strings need it.
         if body.stop or not (body.skip_special_tokens or body.spaces_between_special_tokens):
             return None
         tokenizer = await compat.tokenizer_of(self.engine)
@@ -388,18 +359,15 @@ class Generator:
     async def _one(self, prompt: dict[str, Any], params: Any, request_id: str, adapter: Any) -> Any:
         while True:
             final = None
-            async for output in self.engine.generate(
-                prompt, params, request_id, lora_request=adapter
-            ):
+            outputs = self.engine.generate(prompt, params, request_id, lora_request=adapter)
+            async for output in outputs:
                 final = output
-            assert final is not None and final.finished, (
-                "vLLM ends every stream with a finished output"
-            )
+            assert final is not None and final.finished, "vLLM ends with a finished output"
             if final.outputs[0].finish_reason != "abort":
                 return final
             # A publish with `recompute` aborted it; vLLM accepts it again and runs it with the new
             # weights. During shutdown vLLM aborts every request at once: pause between retries.
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(ABORTED_AGAIN_S)
             request_id += "-again"
 
     def _record(
@@ -410,10 +378,8 @@ class Generator:
         adapter_version: int | None,
         body: GenerateRequest,
     ) -> Span:
-        """Record the weight versions of a completion: its adapter's, else those at its token
-        times."""
-        completion = output.outputs[0]
-        metrics = output.metrics
+        completion, metrics = output.outputs[0], output.metrics
+        # An adapter's version is certain; the base model's follows from its token times.
         if adapter_version is not None:
             span = (adapter_version, adapter_version)
         elif metrics is not None and metrics.first_token_ts:
@@ -437,9 +403,8 @@ class Generator:
         if isinstance(prompt, str):
             tokenizer = await compat.tokenizer_of(self.engine)
             if tokenizer is None:
-                raise RequestError(
-                    "prompt: this server runs without a tokenizer; send prompt_token_ids"
-                )
+                fault = "this server runs without a tokenizer"
+                raise RequestError(f"prompt: {fault}; send prompt_token_ids")
             ids = list(tokenizer.encode(prompt))
             if not ids:
                 raise RequestError("prompt: it is empty; at least one token is needed")
@@ -448,10 +413,9 @@ class Generator:
         return prompt.prompt_token_ids
 
     def _require_known(self, name: str, ids: Collection[int]) -> None:
-        if unknown := [token for token in ids if not 0 <= token < self._vocabulary]:
-            raise RequestError(
-                f"{name}: {unknown[0]} is outside the vocabulary of {self._vocabulary} tokens"
-            )
+        size = self._vocabulary
+        if unknown := [token for token in ids if not 0 <= token < size]:
+            raise RequestError(f"{name}: {unknown[0]} is outside the vocabulary of {size} tokens")
 
     async def _decode(self, ids: list[int]) -> str:
         tokenizer = await compat.tokenizer_of(self.engine)
@@ -459,20 +423,18 @@ class Generator:
 
 
 def make_router(generator: Generator, sampling: SamplingPolicy = "plain") -> APIRouter:
-    """The route. A client that disconnects cancels its request in the engine."""
+    """Return the route; a client that disconnects cancels its request in the engine."""
     router = APIRouter()
     bad_request = compat.request_errors()
 
     @compat.with_cancellation
     async def run(body: GenerateRequest, raw_request: Request) -> Response:
         try:
-            return Response(
-                msgspec.json.encode(await generator.answer(body)), media_type="application/json"
-            )
+            answer = msgspec.json.encode(await generator.answer(body))
+            return Response(answer, media_type="application/json")
         except compat.EngineDeadError:
-            return error_response(
-                503, "the engine has died; see the server's log, then restart the server"
-            )
+            fix = "see the server's log, then restart the server"
+            return error_response(503, f"the engine has died; {fix}")
         except bad_request as error:
             return error_response(400, str(error))
         except Exception as error:

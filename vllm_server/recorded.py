@@ -1,13 +1,7 @@
-"""Logprobs and expert choices of recent completions, kept for a trainer that asks for them later.
+"""Logprobs and expert choices of recent completions, for a trainer that asks for them later.
 
-Most environments use vLLM's own routes, which answer without logprobs, or lose them on the way
-(atroposlib's `ScoredDataItem` has no field for them). The server requests logprobs for every
-plainly sampled completion and keeps them under the prompt's digest until newer completions need the
-memory.
-
-Expert choices pass through neither environments nor run-api. vLLM returns them with the finished
-completion (`--enable-return-routed-experts`); on a CPU our `SlotRecorder` in the worker records
-them.
+Most environments use vLLM's own routes, which answer without logprobs, or lose them on the way.
+Expert choices pass through neither environments nor run-api.
 """
 
 from __future__ import annotations
@@ -35,17 +29,17 @@ from vllm_server.versions import VersionHistory
 
 logger = logging.getLogger(__name__)
 
+# Bytes; 4 million generated tokens.
 MOST_OF_LOGPROBS = 32_000_000
-"""Limit in bytes; 4 million generated tokens."""
+# Bytes; a token takes 384 with 48 layers and 8 of 128 experts.
 MOST_OF_EXPERTS = 2 << 30
-"""Limit in bytes; a token takes 384 with 48 layers and 8 of 128 experts."""
+# Tokens that a chat template may append to a completion: an end of turn, a newline.
 MOST_SURPLUS = 8
-"""Limit in tokens for what a chat template may append to a completion: an end of turn, a
-newline."""
+# Bytes of bookkeeping per completion.
 OVERHEAD = 512
-"""Bytes of bookkeeping per completion."""
+# Finished requests that a worker remembers; the server asks for them at once.
 FINISHED = 256
-"""Number of finished requests that a worker remembers; the server asks for them at once."""
+# Options that leave the distribution as it is; any of `MASKS` would show in the logprobs.
 PLAIN = {
     "top_p": 1.0,
     "top_k": 0,
@@ -62,7 +56,6 @@ MASKS = (
     "structured_outputs",
     "thinking_token_budget",
 )
-"""Sampling options that mask the distribution and would show in the logprobs."""
 
 Experts = NDArray[Any]
 """[tokens, layers, experts per token], uint8 or uint16."""
@@ -75,13 +68,12 @@ class _Completion(NamedTuple):
 
 
 class _Store:
-    """Completions by the digest of their prompt; the least recently used prompts are dropped
-    first."""
+    """Completions by the digest of their prompt; drops the least recently used prompts."""
 
     def __init__(self, most_bytes: int) -> None:
         self.bytes = 0
         self.dropped = 0
-        """Number of completions dropped for memory."""
+        """Completions dropped for memory."""
         self._most = most_bytes
         self._by_prompt: OrderedDict[str, list[_Completion]] = OrderedDict()
 
@@ -100,21 +92,18 @@ class _Store:
     def _latest(
         self, prompt: str, token_ids: Sequence[int], surplus: int = 0
     ) -> _Completion | None:
-        """Return the latest completion of this prompt that begins with `token_ids`: an environment
-        may have cut its end off.
+        """Return the latest completion of this prompt that begins with `token_ids`.
 
         Args:
-            surplus: if there is none, return the longest completion that `token_ids` begin with and
-                exceed by at most this many tokens: a chat template appends tokens.
+            surplus: else, the longest that `token_ids` begin with, and exceed by at most this many
+            tokens.
         """
         wanted = array("i", token_ids)
         known = self._by_prompt.get(prompt, [])
-        if (
-            whole := next(
-                (one for one in reversed(known) if one.token_ids[: len(wanted)] == wanted), None
-            )
-        ) is not None:
-            return whole
+        # An environment may have cut a completion's end off.
+        for one in reversed(known):
+            if one.token_ids[: len(wanted)] == wanted:
+                return one
         begins = [
             one
             for one in known
@@ -139,8 +128,7 @@ class CompletionStore(_Store):
         temperature: float,
         oldest_version: int,
     ) -> None:
-        """Keep one completion; `logprobs` in nats, one for each of `token_ids`, as the sampler
-        returned them."""
+        """Keep one completion; `logprobs` in nats, one for each of `token_ids`."""
         if not token_ids:
             return
         values = array("f", logprobs)
@@ -150,8 +138,7 @@ class CompletionStore(_Store):
     def look_up(self, prompt: str, token_ids: Sequence[int]) -> KnownLogprobs | None:
         """Return the logprobs of `token_ids` after this prompt; None if no completion matches.
 
-        Tokens that a chat template appended have none, so the answer can be shorter than
-        `token_ids`.
+        The answer is shorter than `token_ids` if a chat template appended tokens.
         """
         if (found := self._latest(prompt, token_ids, MOST_SURPLUS)) is None:
             return None
@@ -170,14 +157,16 @@ class RoutingStore(_Store):
         super().__init__(most_bytes)
 
     def remember(self, prompt: Sequence[int], token_ids: Sequence[int], experts: Experts) -> None:
-        """Keep one completion; `experts` of prompt and completion tokens, in order, except the
-        last."""
+        """Keep one completion; `experts` of prompt and completion tokens, except the last."""
         narrow = compact(experts)
         self._keep(prompt, token_ids, narrow, narrow.nbytes)
 
     def look_up(self, prompt: str, token_ids: Sequence[int], start: int) -> Experts | None:
-        """Experts of the latest completion of this prompt that begins with `token_ids`, from token
-        `start` of prompt and completion on, except the last; None if there is none."""
+        """Return the experts from token `start` of prompt and completion on, except the last
+        token's.
+
+        None if no completion of this prompt begins with `token_ids`.
+        """
         if (found := self._latest(prompt, token_ids)) is None:
             return None
         experts: Experts = found.known
@@ -185,9 +174,8 @@ class RoutingStore(_Store):
 
     def answer(self, request: RoutingRequest) -> RoutingResponse:
         asked = zip(request.prompts, request.completions, request.starts, strict=False)
-        return RoutingResponse(
-            found=[_known(self.look_up(*one)) for one in asked], dropped=self.dropped
-        )
+        found = [_known(self.look_up(*one)) for one in asked]
+        return RoutingResponse(found=found, dropped=self.dropped)
 
 
 def compact(experts: NDArray[Any]) -> Experts:
@@ -216,7 +204,7 @@ class RoutingKeeper:
     ) -> None:
         self.store = store
         self._ask = ask
-        self._said = False
+        self._warned = False
 
     async def keep(self, output: Any, completion: Any, token_ids: list[int]) -> None:
         """Keep one finished completion of `output`."""
@@ -230,16 +218,11 @@ class RoutingKeeper:
             experts = await self._ask([*prompt, *token_ids])
         if experts is not None and len(experts) >= needed and experts.ndim == 3:
             self.store.remember(prompt, token_ids, experts[:needed])
-        elif not self._said:
-            self._said = True
+        elif not self._warned:
+            self._warned = True
             what = "nothing" if experts is None else f"experts of shape {experts.shape}"
-            logger.warning(
-                "vLLM recorded %s for a prompt of %d tokens and %d generated ones: such "
-                "completions are not replayed",
-                what,
-                len(prompt),
-                len(token_ids),
-            )
+            of = f"a prompt of {len(prompt)} tokens and {len(token_ids)} generated ones"
+            logger.warning("vLLM recorded %s for %s: such completions are not replayed", what, of)
 
 
 class KeptRequest:
@@ -252,22 +235,20 @@ class KeptRequest:
         self._done: set[int] = set()
 
     async def see(self, output: Any) -> None:
-        """Handle the next output: keep the completions that it finishes."""
+        """Keep the completions that `output` finishes."""
         for completion in output.outputs:
             ids = self._token_ids[completion.index]
             if not self._deltas:
                 ids.clear()
             ids += completion.token_ids
-            if (
-                completion.finish_reason not in (None, "abort")
-                and completion.index not in self._done
-            ):
+            ended = completion.finish_reason not in (None, "abort")
+            if ended and completion.index not in self._done:
                 self._done.add(completion.index)
                 await self._keeper.keep(output, completion, ids)
 
 
 def _of_output(output: Any, completion: Any, prompt: int) -> NDArray[Any] | None:
-    """Experts that vLLM returned: for prompt and completion together, or in some releases apart."""
+    # For prompt and completion together, or in some releases apart.
     found = getattr(completion, "routed_experts", None)
     before = getattr(output, "prompt_routed_experts", None)
     if found is None or before is None:
@@ -281,25 +262,23 @@ def record(
     history: VersionHistory,
     routing: RoutingKeeper | None = None,
 ) -> Callable[..., AsyncIterator[Any]]:
-    """Wrap the engine's `generate`: request logprobs where the caller did not, and keep the
-    results.
+    """Wrap the engine's `generate`: request logprobs if the caller does not, and keep the results.
 
-    The oldest weights that can have made a completion are those at its request's arrival, or its
-    adapter's. Streams of deltas and requests that are not plainly sampled pass unchanged; `routing`
-    keeps the experts of all of them.
+    Streams of deltas and requests that are not plainly sampled pass unchanged; `routing` keeps the
+    experts of all of them.
     """
     from vllm.sampling_params import RequestOutputKind
 
     async def recording(
         prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
     ) -> AsyncIterator[Any]:
-        params, wanted, version = sampling_params, False, history.current
-        if getattr(params, "logprobs", 0) is None and params.output_kind != RequestOutputKind.DELTA:
-            wanted = _is_plain(params)
+        # The oldest weights that can make this completion are those at the request's arrival.
+        params, version = sampling_params, history.current
+        deltas = getattr(params, "output_kind", None) == RequestOutputKind.DELTA
+        wanted = getattr(params, "logprobs", 0) is None and not deltas and _is_plain(params)
         if wanted:
             params = params.clone()
             params.logprobs = 0
-        deltas = getattr(params, "output_kind", None) == RequestOutputKind.DELTA
         kept = KeptRequest(routing, deltas=deltas) if routing else None
         async with aclosing(generate(prompt, params, *args, **kwargs)) as outputs:  # type: ignore[type-var]
             async for output in outputs:
@@ -323,21 +302,12 @@ def _keep(output: Any, temperature: float, version: int, store: CompletionStore)
         rows = completion.logprobs or []
         if output.prompt_token_ids and len(rows) == len(ids):
             values = [float(row[token].logprob) for token, row in zip(ids, rows, strict=True)]
-            store.remember(
-                output.prompt_token_ids,
-                ids,
-                values,
-                temperature=temperature,
-                oldest_version=version,
-            )
+            prompt = output.prompt_token_ids
+            store.remember(prompt, ids, values, temperature=temperature, oldest_version=version)
 
 
 class SlotRecorder:
     """Experts of every token by KV cache slot, in a worker on a CPU.
-
-    A token's keys and values stay in their slot as long as anyone can use them, and so do its
-    experts; a cached prefix brings the experts that computed it. vLLM itself attaches this object
-    to the routers. A finished request is read before its slots are overwritten.
 
     Raises:
         ValueError: this model's routers or its cache cannot be recorded.
@@ -348,26 +318,27 @@ class SlotRecorder:
             bind_routed_experts_capturer,
         )
 
+        # A token's keys and values stay in their slot as long as anyone can use them, and so do its
+        # experts. A cached prefix brings the experts that computed it.
         groups = runner.kv_cache_config.kv_cache_groups
         if len(groups) != 1:
-            raise ValueError(
-                f"its layers share {len(groups)} kinds of KV cache, and one is recorded on a CPU"
-            )
+            kinds = f"its layers share {len(groups)} kinds of KV cache"
+            raise ValueError(f"{kinds}, and one is recorded on a CPU")
         model = runner.model_config
         slots = runner.kv_cache_config.num_blocks * groups[0].kv_cache_spec.block_size
         shape = (model.get_total_num_hidden_layers(), model.get_num_experts_per_tok())
         self._block = groups[0].kv_cache_spec.block_size
         # One extra row for tokens without a slot (-1). Untouched pages of zeros take no memory.
-        self._slots = np.zeros(
-            (slots + 1, *shape), dtype=np.uint8 if model.get_num_experts() <= 256 else "<u2"
-        )
+        kind = np.uint8 if model.get_num_experts() <= 256 else "<u2"
+        self._slots = np.zeros((slots + 1, *shape), dtype=kind)
         self._finished: deque[tuple[list[int], Experts]] = deque(maxlen=FINISHED)
         self._runner, self._execute = runner, runner.execute_model
+        # vLLM itself attaches this object to the routers.
         bind_routed_experts_capturer(runner.get_model(), self)
         runner.execute_model = self._execute_model
 
     def capture(self, layer_id: int, topk_ids: Any) -> None:
-        """Called by the router of each sparse layer with its choice, [N, experts per token]."""
+        """Store a sparse layer's choice, [N, experts per token]; vLLM's router calls this."""
         from vllm.forward_context import get_forward_context
 
         mappings = get_forward_context().slot_mapping
@@ -377,8 +348,10 @@ class SlotRecorder:
         self._slots[slots, layer_id] = topk_ids.numpy()
 
     def look_up(self, token_ids: Sequence[int]) -> Experts | None:
-        """Experts of these tokens except the last, if they begin a running or recently finished
-        request."""
+        """Return the experts of these tokens except the last.
+
+        None unless they begin a running or recently finished request.
+        """
         wanted, count = list(token_ids), len(token_ids)
         for name in self._runner.input_batch.req_id_to_index:
             request = self._runner.requests[name]
@@ -390,7 +363,7 @@ class SlotRecorder:
         return None
 
     def _execute_model(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        """Read finished requests, then call the runner's method, which overwrites their slots."""
+        # Read finished requests before the runner's method overwrites their slots.
         for name in scheduled.finished_req_ids & self._runner.input_batch.req_id_to_index.keys():
             request = self._runner.requests[name]
             tokens = self._tokens(request)
@@ -402,7 +375,6 @@ class SlotRecorder:
         return [*(request.prompt_token_ids or []), *request.output_token_ids]
 
     def _read(self, request: Any, count: int) -> Experts:
-        """Copy the experts of the first `count` tokens of a request."""
         at = np.arange(count)
         blocks = np.asarray(request.block_ids[0])
         return self._slots[blocks[at // self._block] * self._block + at % self._block]

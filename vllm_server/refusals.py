@@ -1,21 +1,12 @@
 """The sampling policy of rollouts, and the log of refused and adjusted requests.
 
 The trainer computes log softmax(logits / temperature). Sampling options that cut, mask or shift the
-distribution renormalise what vLLM returns and so enter every importance ratio. A request counts as
-a rollout if it asks for logprobs or its header says so; `SamplingPolicy` decides about such
-options. Requests without logprobs (evaluation over `/v1`) sample freely, and greedy requests may
-name filters, which have no effect on them.
+distribution renormalise what vLLM returns, and so enter every importance ratio. `SamplingPolicy`
+decides about such options in rollouts: requests that ask for logprobs, or whose header says so.
 
-The log gives each reason once, then its count:
+The log gives each reason once, then its count; the cockpit's `diagnoses/stall_rules.py` reads it:
 
-    refused 331 requests to /generate (400): top_p=0.95: changes ... Send top_p=1 [of 332 since
-    10:04:51]
-    adjusted 331 requests to /generate: top_p=0.95 was left out: it changes ... [of 332 since
-    10:04:51]
-
-The cockpit's `diagnoses/stall_rules.py` reads these lines. Reasons that differ only in values are
-one. Clients choose the words, so the log cuts lines, escapes control characters and keeps few
-reasons apart.
+    refused 331 requests to /generate (400): top_p=0.95: changes ... [of 332 since 10:04:51]
 """
 
 from __future__ import annotations
@@ -42,15 +33,14 @@ from vllm_server.auth import error_response, path_kind, route_path
 logger = logging.getLogger(__name__)
 
 WHY = (
-    "changes the distribution in a way that the trainer, which knows only the temperature, "
-    "cannot follow, so the "
-    "returned logprobs would leak into the importance ratio"
+    "changes the distribution in a way that the trainer, which knows only the temperature, cannot "
+    "follow, so the returned logprobs would leak into the importance ratio"
 )
-
 AS_ASKED = '`sampling = "as_asked"` under [vllm] takes such options, "refuse" refuses them'
+# Key of the log in a request's scope.
 ADJUSTED = "atropos.adjusted"
-"""Key of the log in a request's scope."""
 
+# Option -> values that have no effect.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (None, 1),
     "top_k": (None, 0, -1),
@@ -65,21 +55,18 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (None,),
     "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "none", "auto"),  # a forced call is generated under a grammar
-    "thinking_token_budget": (
-        None,
-        -1.0,
-    ),  # a float, so `without` does not send it: -1 differs between releases
+    # A float, so `without` does not send it: -1 differs between releases.
+    "thinking_token_budget": (None, -1.0),
     "watermarking": (None, False),
     "use_beam_search": (None, False),
 }
-"""Option -> values that have no effect."""
+# Without effect on greedy decoding: they never drop the likeliest token.
 _FILTERS = ("top_p", "top_k", "min_p")
-"""Options without effect on greedy decoding: they never drop the likeliest token."""
 _ROUTES = ("/v1/completions", "/v1/chat/completions")
 
 
 def leaks(options: Mapping[str, Any]) -> list[str]:
-    """Options, as `name=value`, that would change the returned logprobs."""
+    """Return the options, as `name=value`, that would change the returned logprobs."""
     greedy = options.get("temperature") == 0
     return [
         f"{name}={options[name]!r}"
@@ -89,21 +76,18 @@ def leaks(options: Mapping[str, Any]) -> list[str]:
 
 
 def instead(leaking: Iterable[str]) -> str:
-    """Advice for such options: `Send top_p=1`, `Leave out logit_bias`."""
+    """Return the advice for such options: `Send top_p=1`, `Leave out logit_bias`."""
     names = names_of(leaking)
     neutral = {name: value for name in names for value in _NEUTRAL[name] if type(value) is int}
     send = [f"{name}={value}" for name, value in neutral.items()]
     leave = [name for name in names if name not in neutral]
-    said = [
-        f"{verb} {', '.join(names)}"
-        for verb, names in (("send", send), ("leave out", leave))
-        if names
-    ]
-    return " and ".join(said).capitalize()
+    parts = [f"send {', '.join(send)}"] if send else []
+    parts += [f"leave out {', '.join(leave)}"] if leave else []
+    return " and ".join(parts).capitalize()
 
 
 def without(names: Iterable[str]) -> dict[str, Any]:
-    """Neutral values for options of these names."""
+    """Return neutral values for options of these names."""
     return {
         name: next((value for value in _NEUTRAL[name] if type(value) is int), None)
         for name in names
@@ -111,30 +95,27 @@ def without(names: Iterable[str]) -> dict[str, Any]:
 
 
 def names_of(leaking: Iterable[str]) -> list[str]:
-    """Names in the result of `leaks`."""
+    """Return the names in the result of `leaks`."""
     return [item.partition("=")[0] for item in leaking]
 
 
 def served_defaults(model_config: Any) -> dict[str, Any]:
-    """Defaults that vLLM's routes add to a request; logs which defaults of the model are not
-    applied."""
+    """Return the defaults that vLLM's routes add to a request; log those that are not applied."""
     served: dict[str, Any] = model_config.get_diff_sampling_param()
     if model_config.generation_config == "vllm":
         left_out = leaks(model_config.try_get_generation_config())
         if left_out:
             logger.info(
                 "the model's generation_config.json asks for %s: not applied, since it %s. "
-                "Requests may name it "
-                "themselves; --generation-config auto makes it the default of /v1 requests "
-                "without logprobs",
+                "Requests may name it themselves; --generation-config auto makes it the default of "
+                "/v1 requests without logprobs",
                 ", ".join(left_out),
                 WHY,
             )
     elif leaking := leaks(served):
         logger.warning(
             "--generation-config %s makes %s the default of /v1: rollouts go without, or are "
-            "refused unless they name "
-            "neutral values, as the sampling policy has it",
+            "refused unless they name neutral values, as the sampling policy has it",
             model_config.generation_config,
             ", ".join(leaking),
         )
@@ -142,33 +123,24 @@ def served_defaults(model_config: Any) -> dict[str, Any]:
 
 
 class PlainSampling:
-    """ASGI middleware, passed to vLLM by its own `--middleware` flag; applies the sampling policy
-    to rollouts over `/v1`.
-
-    The app carries the served model's defaults as `app.state.atropos_sampling`, and the policy as
-    `app.state.atropos_sampling_policy`.
-    """
+    """ASGI middleware for vLLM's `--middleware`: applies the sampling policy to `/v1`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        policy = (
-            getattr(scope["app"].state, "atropos_sampling_policy", "plain")
-            if "app" in scope
-            else "as_asked"
-        )
-        ours = (
-            scope["type"] == "http"
-            and scope["method"] == "POST"
-            and scope["path"].endswith(_ROUTES)
-        )
-        if not ours or policy == "as_asked":
+        # vLLM's app carries the policy, and the defaults of the served model.
+        state = scope["app"].state if "app" in scope else None
+        policy = "as_asked"
+        if state is not None:
+            policy = getattr(state, "atropos_sampling_policy", "plain")
+        post = scope["type"] == "http" and scope["method"] == "POST"
+        if policy == "as_asked" or not post or not scope["path"].endswith(_ROUTES):
             await self.app(scope, receive, send)
             return
         raw = await Request(scope, receive).body()  # the auth middleware has read it completely
         body = _parsed(raw)
-        defaults = getattr(scope["app"].state, "atropos_sampling", {})
+        defaults = getattr(state, "atropos_sampling", {})
         leaking = _leaking(body, defaults, Headers(scope=scope).get(SPLIT_HEADER) == "train")
         if not leaking:
             await self.app(scope, replayed([_request(raw)], receive), send)
@@ -201,9 +173,8 @@ def _with_header(send: Send, leaking: Iterable[str]) -> Send:
     return add
 
 
+# Anything but an object is left to vLLM, whose error message is better.
 def _parsed(raw: bytes) -> dict[str, Any]:
-    """Parse the body; return an empty object for anything else, because vLLM's error message is
-    better."""
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError):
@@ -212,8 +183,8 @@ def _parsed(raw: bytes) -> dict[str, Any]:
 
 
 def _leaking(body: dict[str, Any], defaults: Mapping[str, Any], rollout: bool) -> list[str]:
-    """Options that would change the logprobs of a rollout; empty for other requests."""
-    # 0 asks for the sampled token's logprob; only None and False ask for none.
+    # Other requests, such as an evaluation's over `/v1`, sample freely. 0 asks for the sampled
+    # token's logprob; only None and False ask for none.
     asks = body.get("logprobs") is not None and body["logprobs"] is not False
     if not body or not (rollout or asks):
         return []
@@ -221,15 +192,15 @@ def _leaking(body: dict[str, Any], defaults: Mapping[str, Any], rollout: bool) -
     return leaks({**defaults, **named})
 
 
+# Seconds between the first two lines of a reason; later intervals triple.
 FIRST_GAP_S = 5.0
-"""Seconds between the first two lines of a reason; later intervals triple."""
 LAST_GAP_S = 300.0
+# Refusals up to which the interval does not grow.
 FEW = 10
-"""Number of refusals up to which the interval does not grow."""
+# Seconds without a refusal after which a reason counts as new.
 FORGET_S = 600.0
-"""Seconds without a refusal after which a reason counts as new."""
+# Reasons that are kept apart; all others share one entry.
 REASONS = 32
-"""Number of reasons that are kept apart; all others share one entry."""
 BODY_BYTES = 64 * 1024
 REASON_CHARACTERS = 480
 PATH_CHARACTERS = 60
@@ -242,19 +213,19 @@ _OTHERS = (0, "", "")
 
 @dataclass
 class _Reason:
-    """Count and log state of one reason."""
+    """Count and log state of one reason; times in seconds of the event loop's clock."""
 
     path: str
     status: int
     text: str
     ended_before: int
-    """Number of requests that had been answered before the first refusal."""
+    """Requests answered before its first refusal."""
     since: float
-    """Time of the first refusal, Unix seconds."""
+    """Unix seconds of its first refusal."""
     count: int = 0
     said: int = 0
     said_at: float = float("-inf")
-    """Time of the last log line, in seconds of the event loop's clock, as `heard_at`."""
+    """Time of its last log line."""
     heard_at: float = 0.0
     gap_s: float = field(default_factory=lambda: FIRST_GAP_S)
     timer: asyncio.TimerHandle | None = None
@@ -322,16 +293,13 @@ class RefusalLog:
         age_s = int(reason.said_at - reason.heard_at)
         requests = f"{reason.count} request{'' if reason.count == 1 else 's'}"
         path = shown(quote(reason.path), PATH_CHARACTERS)
-        logger.warning(
-            "%s: %s [of %d since %s]%s",
-            f"refused {requests} to {path} ({reason.status})"
-            if reason.status
-            else f"adjusted {requests} to {path}",
-            reason.text,
-            self.begun - reason.ended_before,
-            time.strftime("%H:%M:%S", time.localtime(reason.since)),
-            f" (last {age_s} s ago)" if age_s else "",
-        )
+        what = f"adjusted {requests} to {path}"
+        if reason.status:
+            what = f"refused {requests} to {path} ({reason.status})"
+        of = self.begun - reason.ended_before
+        since = time.strftime("%H:%M:%S", time.localtime(reason.since))
+        ago = f" (last {age_s} s ago)" if age_s else ""
+        logger.warning("%s: %s [of %d since %s]%s", what, reason.text, of, since, ago)
 
 
 def note_adjusted(scope: Scope, leaking: Iterable[str]) -> None:
@@ -380,22 +348,18 @@ class Refusals:
 
 
 def _generates(scope: Scope) -> bool:
-    return (
-        scope["type"] == "http"
-        and scope["method"] == "POST"
-        and path_kind(route_path(scope)) == "generation"
-    )
+    post = scope["type"] == "http" and scope["method"] == "POST"
+    return post and path_kind(route_path(scope)) == "generation"
 
 
+# A diagnosis blames an environment for what this log counts.
 def _is_of_the_run(scope: Scope) -> bool:
-    """Return True for the run's own connections: a diagnosis blames an environment for what this
-    log counts."""
     connection = connection_of(scope)
     return connection is None or connection.own
 
 
 def reason_of(body: bytes) -> str:
-    """Reason in an error answer of ours, vLLM or FastAPI; the body itself in any other form."""
+    """Return the reason in an error answer of ours, vLLM or FastAPI, else the body itself."""
     text = body.decode(errors="replace")
     try:
         found: Any = json.loads(text)
@@ -409,7 +373,8 @@ def reason_of(body: bytes) -> str:
 
 
 def shown(text: str, limit: int) -> str:
-    """`text` as one line with escaped control characters, cut in its middle if too long."""
+    """Return `text` as one line with escaped control characters, cut in its middle if too long."""
+    # Clients choose the words.
     text = " ".join(text.split())
     text = "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text

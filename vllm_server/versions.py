@@ -1,5 +1,4 @@
-"""Weight versions of completions, and the state that decides whether the server may generate. Plain
-state: no engine, no clock.
+"""Weight versions of completions, and the state that decides whether the server may generate.
 
 Times are `time.monotonic()` seconds, passed in. On Linux all processes share that clock, so the
 engine's token times and the server's version changes are comparable.
@@ -28,15 +27,12 @@ MAX_LEASE_S = 24 * 3600.0
 
 
 class SpanStore:
-    """Bounded map from completion digest to span; the least recently used entry is dropped first.
-
-    With a `path` the store also appends to that file, so that a restarted server knows its
-    predecessor's completions: one line a completion with digest, oldest and newest version. It is
-    compacted at start. Lines reach the kernel at once, so they survive a killed server, but not a
-    power loss.
-    """
+    """Bounded map from completion digest to span; drops the least recently used entry."""
 
     def __init__(self, path: Path | None = None, *, capacity: int = 200_000) -> None:
+        # A restarted server knows its predecessor's completions from this file, one line each with
+        # digest, oldest and newest version. Lines reach the kernel at once, so they survive a
+        # killed server, but not a power loss.
         self._path, self._capacity = path, capacity
         self._spans: OrderedDict[str, Span] = OrderedDict()
         self._lines = 0
@@ -51,7 +47,7 @@ class SpanStore:
         return len(self._spans)
 
     def remember(self, digest: str, span: Span) -> None:
-        """Record `span`. Two identical completions share a digest; the later one wins."""
+        """Record `span`; of two identical completions the later one wins."""
         self._note(digest, span)
         if self._path is None:
             return
@@ -65,7 +61,7 @@ class SpanStore:
             self._failed(error)
 
     def look_up(self, digests: Sequence[str]) -> list[Span | None]:
-        """Spans in the order of `digests`; None for an unknown or dropped digest."""
+        """Return the spans of `digests`; None for an unknown or dropped digest."""
         found = []
         for digest in digests:
             span = self._spans.get(digest)
@@ -80,23 +76,19 @@ class SpanStore:
         if len(self._spans) > self._capacity:
             self._spans.popitem(last=False)
 
+    # A full disk must not stop rollouts: only a restart would lose spans.
     def _failed(self, error: OSError) -> None:
-        """Go on without the file: a full disk must not stop rollouts, and only a restart would lose
-        spans."""
         if not self._warned:
-            logger.warning(
-                "%s cannot be written (%s): a restarted server will not know", self._path, error
-            )
+            why = f"{self._path} cannot be written ({error})"
+            logger.warning("%s: a restarted server will not know", why)
         self._warned = True
 
     def _compact(self, path: Path) -> None:
-        """Rewrite the file with the kept entries and append from there; go on without it on
-        failure."""
+        """Rewrite the file with the kept entries and append from there."""
         self._lines = len(self._spans)
+        lines = [_span_line(digest, span) for digest, span in self._spans.items()]
         try:
-            write_private(
-                path, "".join(_span_line(digest, span) for digest, span in self._spans.items())
-            )
+            write_private(path, "".join(lines))
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
         except OSError as error:
             self._failed(error)
@@ -110,9 +102,8 @@ def _span_line(digest: str, span: Span) -> str:
     return f"{digest} {span[0]} {span[1]}\n"
 
 
+# Torn and malformed lines are skipped, and a missing file counts as empty.
 def _read_spans(path: Path) -> list[tuple[str, Span]]:
-    """Complete lines of `path`; torn and malformed lines are skipped, and a missing file counts as
-    empty."""
     try:
         lines = path.read_text(errors="replace").split("\n")[:-1]
     except OSError:
@@ -146,7 +137,7 @@ class VersionHistory:
         return self._versions[-1]
 
     def span(self, first: float, last: float) -> Span:
-        """Oldest and newest version from the first to the last token's moment, both included."""
+        """Return the oldest and newest version from `first` to `last`, both included."""
         low = max(bisect_right(self._since, first) - 1, 0)
         high = max(bisect_right(self._since, last), low + 1)
         inside = self._versions[low:high]
@@ -159,11 +150,7 @@ Expiry = Literal["resume", "fault"]
 
 @dataclass
 class BridgeState:
-    """Hold, pause, dirty flag and lease of one server.
-
-    A pause during a pause renews the lease. `dirty` stays set until a resume: another pause does
-    not make half-written weights whole.
-    """
+    """Hold, pause, dirty flag and lease of one server."""
 
     held: bool = False
     weight_version: int | None = None
@@ -182,11 +169,11 @@ class BridgeState:
             ValueError: the lease is not a positive, finite number of seconds.
         """
         if not 0 < lease_s <= MAX_LEASE_S:
-            raise ValueError(
-                f"lease_s must be above 0 and at most {MAX_LEASE_S:.0f} seconds, not {lease_s}"
-            )
+            limit = f"at most {MAX_LEASE_S:.0f} seconds"
+            raise ValueError(f"lease_s must be above 0 and {limit}, not {lease_s}")
         self.paused = True
         self.holder = holder
+        # Until a resume: another pause does not make half-written weights whole.
         self.dirty = self.dirty or dirty
         self.lease_until = now + lease_s
         self.fault = None
@@ -198,16 +185,15 @@ class BridgeState:
         self._release()
 
     def expire(self, now: float) -> Expiry | None:
-        """Handle a possibly expired lease. A clean pause ends (the hold stays); a dirty one becomes
-        a fault."""
+        """Handle a possibly expired lease: a clean pause ends, a dirty one becomes a fault."""
         if not self.paused or self.lease_until is None or now < self.lease_until:
             return None
         if self.dirty:
             self.lease_until = None
             self.fault = (
-                "a write to the weights began and was never declared complete (no "
-                "/bridge/resume within the lease); "
-                "they may be half-written. Let the trainer publish again, or restart this server."
+                "a write to the weights began and was never declared complete (no /bridge/resume "
+                "within the lease); they may be half-written. Let the trainer publish again, or "
+                "restart this server."
             )
             return "fault"
         self._release()

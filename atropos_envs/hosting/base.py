@@ -35,10 +35,10 @@ from atropos_envs.hosting.hosted import Hosted
 
 log = logging.getLogger(__name__)
 
-ONE_OFF_PATIENCE_S = 60.0
 # Seconds that process and evaluate wait for the inference server.
-LEAVE_S = 3.0
+ONE_OFF_PATIENCE_S = 60.0
 # Seconds of the last evaluation after SIGTERM, well below the supervisor's grace period.
+LEAVE_S = 3.0
 
 
 class StackEnv(Hosted):

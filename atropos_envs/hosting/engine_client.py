@@ -29,8 +29,8 @@ from atropos_common.system.run_dir import ENV_ENGINE_URLS
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 0.5
 # Seconds between two tries while the server is away, held or starting.
+RETRY_S = 0.5
 HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=2)
 NO_SERVER = "no inference server is given; pass --openai.base_url http://127.0.0.1:PORT/v1"
 # Errors of a client whose server is unreachable.

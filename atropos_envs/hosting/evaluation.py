@@ -24,14 +24,14 @@ from atropos_envs.hosting.groups import why_left_out
 log = logging.getLogger(__name__)
 
 RecordT = TypeVar("RecordT", bound=Record)
-_SHARE = re.compile(r"correct|accuracy|(^|[_/])acc([_/]|$)|pass@|success|solve", re.IGNORECASE)
 # Names under which environments log the share of right answers.
+_SHARE = re.compile(r"correct|accuracy|(^|[_/])acc([_/]|$)|pass@|success|solve", re.IGNORECASE)
 
 
 # Characters; reasons are keys of a record and columns of the screen.
 LONGEST_REASON = 160
-MANY_IN_VAIN = 32
 # Groups in a row that fail or are left out before other environments get our share.
+MANY_IN_VAIN = 32
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """Behaviour of every environment in the stack, atroposlib's own `BaseEnv` unchanged.
 
-It waits while the inference server or run-api is away, gives its registration back, treats SIGTERM
-as
-a request to end, counts groups and failures by reason, and records evaluations and metrics.
+It waits while the inference server or run-api is away, gives its registration back, and treats
+SIGTERM as a request to end. It counts groups and failures by reason, and records evaluations.
 """
 
 from __future__ import annotations

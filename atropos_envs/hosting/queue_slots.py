@@ -12,8 +12,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-WINDOW = 64
 # Groups over which the flat share is measured.
+WINDOW = 64
 
 
 class PendingGroup:

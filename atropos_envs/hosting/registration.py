@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 
 REGISTER_AGAIN_S = 0.25
 REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=5)
-TRIES, AGAIN_S = 3, 1.0
 # While run-api answers with 5xx or not at all: tries to send a group, and seconds between them.
+TRIES, AGAIN_S = 3, 1.0
 LONGEST_WORDS = 200
-KEPT_S = 2.0
 # Seconds that an idle connection is kept; uvicorn closes it after five.
+KEPT_S = 2.0
 
 
 @dataclass(frozen=True)
