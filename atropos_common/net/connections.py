@@ -109,6 +109,25 @@ class Connection:
         self._deadline = asyncio.get_running_loop().call_later(HEAD_S, self.close)
 
 
+class _OwnRequests:
+    """A logger of one connection that is silent about requests until the connection is the run's
+    own: other users must not fill the log."""
+
+    def __init__(self, logger: logging.Logger, connection: Connection) -> None:
+        self._logger, self._connection = logger, connection
+
+    def info(self, *args: Any) -> None:
+        if self._connection.own:
+            self._logger.info(*args)
+
+    def warning(self, *args: Any) -> None:
+        if self._connection.own:
+            self._logger.warning(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger, name)
+
+
 class ConnectionLimits:
     """The foreign connections of one server, and the uvicorn protocol that counts them."""
 
@@ -191,6 +210,8 @@ class ConnectionLimits:
             client: Any
             server: Any
             app_state: dict[str, Any]
+            logger: Any
+            access_logger: Any
             connection: Connection | None = None
 
             def connection_made(self, transport: asyncio.Transport) -> None:
@@ -203,6 +224,8 @@ class ConnectionLimits:
                     # uvicorn copies this dictionary into the scope of each request of this
                     # connection.
                     self.app_state = self.app_state | {SCOPE_KEY: self.connection}
+                    self.logger = _OwnRequests(self.logger, self.connection)
+                    self.access_logger = _OwnRequests(self.access_logger, self.connection)
 
             def connection_lost(self, exc: Exception | None) -> None:
                 if self.connection is not None:

@@ -666,6 +666,8 @@ def parse_line(line: str | bytes) -> Record:
         return record
     try:
         data = json.loads(line)
+        # Half of a surrogate pair is legal in JSON's escapes, but no writer can write it again.
+        json.dumps(data, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise RecordError(f"not JSON: {error}") from error
     if not isinstance(data, dict) or not isinstance(data.get("kind"), str):

@@ -3,6 +3,7 @@ the new content."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -198,5 +199,9 @@ def scratch_below(env: Mapping[str, str], name: str) -> tuple[Path, dict[str, st
     """A temporary folder `name` on this machine, and `env` that points to it. torch's compile cache
     stays outside, so that it survives."""
     around = Path(env.get("TMPDIR") or tempfile.gettempdir())
-    compiled = str(around / f"torchinductor_{env.get('USER') or os.getuid()}")
-    return around / name, {"TORCHINDUCTOR_CACHE_DIR": compiled, **env, "TMPDIR": str(around / name)}
+    compiled = around / f"torchinductor_{env.get('USER') or os.getuid()}"
+    with contextlib.suppress(OSError):
+        compiled.mkdir(mode=0o700)
+    # torch runs the code in its cache, and another user may have made the folder first.
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(compiled)} if is_own(compiled) else {}
+    return around / name, {**cache, **env, "TMPDIR": str(around / name)}

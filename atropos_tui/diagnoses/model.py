@@ -20,6 +20,8 @@ WORK_S = 20.0
 """Seconds of work without the line before a log diagnosis ends."""
 LONGEST_EVIDENCE = 600
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+REQUEST_LINE = re.compile(r'"[A-Z]+ \S+ HTTP/[\d.]+" \d{3}')
+"""The access log of a server. A client chooses the path, even if its request is refused."""
 LONGEST_LINE = 8 * 1024
 """Bytes of a line that are decoded."""
 
@@ -175,9 +177,16 @@ class LogPattern:
         return next(end for end in self.ends if text.startswith(end, at))  # one does: `at` is a hit
 
     def match(self, line: str) -> re.Match[str] | None:
-        """Match a line without ANSI colours."""
-        # The anchor is much cheaper to search than the regular expression.
-        return self.regex.search(line) if self.anchor in line else None
+        """Match a line without ANSI colours.
+
+        Only a pattern whose anchor begins with a quotation mark matches lines of an access log.
+        """
+        # The anchor is much cheaper to search than the regular expressions.
+        if self.anchor not in line:
+            return None
+        if not self.anchor.startswith('"') and REQUEST_LINE.search(line):
+            return None
+        return self.regex.search(line)
 
 
 @dataclass(frozen=True)

@@ -537,3 +537,19 @@ def test_waiting_explains_an_exit_only_when_nothing_better_does() -> None:
     assert diagnose(Evidence(part("x", role=ENV), 1, lines)).rule == "engine_unreachable"
     assert diagnose(Evidence(part("x", role=ENV), -15, lines)).rule == "killed"
     assert diagnose(Evidence(part("x", role=ENV), 1, [*lines, CAME.decode()])).rule == "exited"
+
+
+@pytest.mark.parametrize("role", [API, ENGINE])
+def test_the_path_of_a_request_raises_no_diagnosis(role: Role) -> None:
+    """A web page of this user, or another user, chooses it."""
+    words = (
+        "torch.OutOfMemoryError",
+        "/x?huggingface_hub.errors.LocalEntryNotFoundError:",
+        "EngineDeadError",
+    )
+    lines = [f'INFO:     127.0.0.1:4880 - "GET {word} HTTP/1.1" 403 Forbidden' for word in words]
+    spec = part("a", role=role)
+    scanner = LogScanner(spec, Names())
+    scanner.feed("".join(f"{line}\n" for line in lines).encode())
+    assert scanner.scan(scanner.take(), 0.0) + scanner.close(LONG) == []
+    assert diagnose(Evidence(spec, 1, lines, Names())).rule not in ("out_of_memory", "engine_dead")

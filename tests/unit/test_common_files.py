@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from atropos_common.system.files import is_private, write_private
+from atropos_common.system.files import is_private, scratch_below, write_private
 
 
 def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
@@ -37,3 +37,13 @@ def test_only_a_folder_of_this_user_alone_is_private(tmp_path: Path) -> None:
     link.symlink_to(private)
     assert is_private(private)
     assert not any(map(is_private, (open_to_all, link, tmp_path / "missing")))
+
+
+def test_a_compile_cache_that_another_user_may_write_is_not_used(tmp_path: Path) -> None:
+    """torch runs the code in it, and its name in the shared /tmp is known."""
+    environment = {"TMPDIR": str(tmp_path), "USER": "u"}
+    own = scratch_below(environment, "scratch")[1]
+    cache = Path(own["TORCHINDUCTOR_CACHE_DIR"])
+    assert cache == tmp_path / "torchinductor_u" and is_private(cache)
+    cache.chmod(0o777)
+    assert "TORCHINDUCTOR_CACHE_DIR" not in scratch_below(environment, "scratch")[1]

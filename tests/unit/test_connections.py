@@ -234,5 +234,23 @@ async def test_newcomers_win_over_connections_that_ask_for_nothing(
             writer.close()
 
 
+@pytest.mark.usefixtures("foreign")
+async def test_requests_of_other_users_do_not_fill_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Thousands of refused requests would push the run's own lines out of a rotated log."""
+    caplog.set_level("INFO", "uvicorn")
+    async with Served() as server:
+        reader, writer = await server.connect()
+        assert await answer(reader, writer, "torch.OutOfMemoryError") == "foreign"
+        broken, sending = await server.connect()
+        sending.write(b"no request\r\n\r\n")
+        assert b"400" in await asyncio.wait_for(broken.read(), 5)
+        assert [line for line in caplog.messages if "HTTP" in line] == []
+        assert await answer(reader, writer, "prove") == "own"
+        assert any('"GET /prove HTTP/1.1" 200' in line for line in caplog.messages)
+        writer.close()
+
+
 if __name__ == "__main__":
     print(json.dumps(attack_run_api()))

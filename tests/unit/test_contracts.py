@@ -111,7 +111,18 @@ def test_a_newer_writer_is_understood() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["", "{", "[]", "3", '{"kind": 3}', '{"kind": "step"}', "\x00\xff", "[" * 100_000]
+    "line",
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        '{"kind": 3}',
+        '{"kind": "step"}',
+        "\x00\xff",
+        "[" * 100_000,
+        r'{"kind": "command", "reason": "\ud800"}',
+    ],
 )
 def test_what_is_no_record_is_refused(line: str) -> None:
     with pytest.raises(records.RecordError):
