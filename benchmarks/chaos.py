@@ -69,29 +69,17 @@ KILLED = ("trainer", "engine core", "API server", "environment", "run-api", "sup
 
 def plan(
     number: int, seed: int, mode: str, offered: list[Fault], *, in_turn: bool = False
-) -> tuple[random.Random, bool, Fault]:
-    """Dice of fault `number`, whether its run survives its supervisor, and the fault.
-
-    In turn no run survives it: only so its restart is one of everything.
-    """
-    if in_turn:
-        offered = [fault for fault in offered if not fault.survive]
-        return random.Random(f"{seed} {mode} {number}"), False, offered[number % len(offered)]
-    survives = random.Random(f"{seed} {mode} run {number // FAULTS_A_RUN}").random() < 0.3
+) -> tuple[random.Random, Fault]:
+    """Random generator of fault `number`, and the fault."""
     dice = random.Random(f"{seed} {mode} {number}")
-    return (
-        dice,
-        survives,
-        dice.choice([fault for fault in offered if survives or not fault.survive]),
-    )
+    return dice, offered[number % len(offered)] if in_turn else dice.choice(offered)
 
 
 def begin(
-    root: Path, mode: str, survives: bool, profile: str = "demo", more: dict[str, str] | None = None
+    root: Path, mode: str, profile: str = "demo", more: dict[str, str] | None = None
 ) -> Stack:
     """A new run."""
     given: dict[str, Any] = {
-        "survive": str(survives).lower(),
         "trainer.checkpoint_interval": CHECKPOINT_INTERVAL,
         "trainer.keep_checkpoints": 2,
         f"component.{COUNTER}.command": json.dumps([sys.executable, "-c", COUNTING]),
@@ -117,9 +105,7 @@ def started(stack: Stack) -> None:
     stack.wait(answers, "the supervisor", 90)
 
 
-def one_fault(
-    stack: Stack, fault: Fault, dice: random.Random, survives: bool, *, alone: bool
-) -> dict[str, Any]:
+def one_fault(stack: Stack, fault: Fault, dice: random.Random, *, alone: bool) -> dict[str, Any]:
     """Wait for a step, do harm, wait until the stack trains again, and look for what is wrong.
 
     Raises:
@@ -132,7 +118,7 @@ def one_fault(
     target = fault.act(stack, dice)
     left: list[str] = []
     if fault.ends:
-        left = resumed(stack, fault, survives)
+        left = resumed(stack, fault)
     elif not alone and dice.random() < 0.2:
         time.sleep(dice.uniform(0, 5))
         with contextlib.suppress(NotRecovered):  # its victim is away already
@@ -157,12 +143,12 @@ def attempts(stack: Stack) -> dict[str, int]:
     return {each.name: each.attempt for each in stack.status().components}
 
 
-def resumed(stack: Stack, fault: Fault, survives: bool) -> list[str]:
+def resumed(stack: Stack, fault: Fault) -> list[str]:
     """Wait for the end that the fault has, look for leftovers, and go on; what is left over."""
     code, output = stack.live.wait(90)
     if code not in fault.ends:
         raise NotRecovered(f"the run ended with {code} instead of {fault.ends}: {output[-500:]}")
-    left = [] if survives and code == -signal.SIGKILL else leftovers(stack)
+    left = leftovers(stack)
     stack.live.resume()
     stack.resumed = True
     started(stack)
@@ -290,22 +276,19 @@ def one_run(
     each."""
     number, spoilt = first, False
     seed, mode, in_turn = options.seed, options.mode, options.in_turn
-    _, survives, _ = plan(number, seed, mode, offered, in_turn=in_turn)
     root = folder / "disk/run"
-    base: dict[str, Any] = {"seed": seed, "mode": mode, "survive": survives}
+    base: dict[str, Any] = {"seed": seed, "mode": mode}
     record = base | noted(number, "begin")
-    stack = begin(
-        root, mode, survives, options.profile, dict(pair.split("=", 1) for pair in options.set)
-    )
+    stack = begin(root, mode, options.profile, dict(pair.split("=", 1) for pair in options.set))
     screen = None
     try:
         started(stack)
         while number >= 0:
             if screen is None or screen.process.poll() is not None:
                 screen = Screen(root)
-            dice, _, fault = plan(number, seed, mode, offered, in_turn=in_turn)
+            dice, fault = plan(number, seed, mode, offered, in_turn=in_turn)
             record = base | noted(number, fault.name)
-            record |= one_fault(stack, fault, dice, survives, alone=in_turn)
+            record |= one_fault(stack, fault, dice, alone=in_turn)
             yield record
             spoilt = spoilt or bool(record["wrong"])
             number = -1 if (number + 1) % FAULTS_A_RUN == 0 else next(numbers, -1)
@@ -320,9 +303,7 @@ def one_run(
             screen.process.kill()
         stack.live.close()
         if record["wrong"]:
-            stack.live.cli(
-                "clean", "--yes"
-            )  # components that survive their supervisor would live on
+            stack.live.cli("clean", "--yes")
     if record["wrong"]:
         yield record
     if record["wrong"] or spoilt:

@@ -27,7 +27,6 @@ from pathlib import Path
 
 import psutil
 
-from atropos_common.system.run_dir import ENV_COMPONENT, ENV_RUN_ID
 from benchmarks.stack import NotRecovered, Stack, engine_processes
 
 ENV_ISOLATED = "CHAOS_ISOLATED"
@@ -105,13 +104,9 @@ def processes(stack: Stack) -> dict[str, psutil.Process]:
     """The processes of the run by what they are for; those that nobody else names are left out."""
     status = stack.status()
     found: dict[str, int | None] = {"supervisor": status.supervisor_pid}
-    mine = {status.supervisor_pid}
     for component in status.components:
         if component.state.has_process:
             found[OWN_NAMES.get(component.name, component.name)] = component.pid
-            mine |= set(component.pids)
-            if keeper := keeper_of(component.pid):
-                found["keeper"] = keeper
     if server := found.get("API server"):
         with contextlib.suppress(psutil.Error):
             engine = engine_processes(server)
@@ -122,27 +117,9 @@ def processes(stack: Stack) -> dict[str, psutil.Process]:
             found["guard"] = process.pid
         elif f"--run-dir {stack.live.root}" in title and "attach" in title:
             found["screen"] = process.pid
-        elif process.pid not in mine and _marked(process, status.run_id):
-            found["spare"] = process.pid
     return {
         name: psutil.Process(pid) for name, pid in found.items() if pid and psutil.pid_exists(pid)
     }
-
-
-def keeper_of(component: int | None) -> int | None:
-    """The parent that outlives a supervisor, of a component that has one."""
-    with contextlib.suppress(psutil.Error):
-        parent = psutil.Process(component).parent() if component else None
-        if parent is not None and "launchers.keeper" in " ".join(parent.cmdline()):
-            return parent.pid
-    return None
-
-
-def _marked(process: psutil.Process, run_id: str) -> bool:
-    with contextlib.suppress(psutil.Error):
-        environment = process.environ()
-        return environment.get(ENV_RUN_ID) == run_id and ENV_COMPONENT in environment
-    return False
 
 
 Act = Callable[[Stack, random.Random], str]
@@ -158,8 +135,6 @@ class Fault:
     """Exit codes with which the run then has to end."""
     isolated: bool = False
     """Only where nobody else is hit."""
-    survive: bool = False
-    """Only where components survive their supervisor."""
 
 
 def choose(stack: Stack, dice: random.Random, among: tuple[str, ...]) -> tuple[str, psutil.Process]:
@@ -355,7 +330,7 @@ def port_taken(stack: Stack, dice: random.Random) -> str:
 
 
 SERVERS = ("run-api", "environment", "API server", "engine core", "worker", "trainer", COUNTER)
-HELPERS = ("guard", "spare", "screen")
+HELPERS = ("guard", "screen")
 FAULTS = (
     *(
         Fault(f"SIGKILL {name}", signalled(signal.SIGKILL, name))
@@ -363,7 +338,6 @@ FAULTS = (
         if name != "worker"
     ),
     Fault("SIGKILL helper", signalled(signal.SIGKILL, *HELPERS)),
-    Fault("SIGKILL keeper", signalled(signal.SIGKILL, "keeper"), survive=True),
     Fault("SIGTERM any", signalled(signal.SIGTERM, *SERVERS, *HELPERS)),
     Fault("SIGSTOP any", stopped(*SERVERS, *HELPERS, "supervisor")),
     Fault("SIGKILL supervisor", signalled(signal.SIGKILL, "supervisor"), ends=(-signal.SIGKILL,)),

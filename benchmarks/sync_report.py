@@ -183,11 +183,6 @@ def show(found: dict[str, Any]) -> str:
                 f"{mode:<14}{row['publishes']:>4}{row['publish_s']:>9.4f}{row['publish_max_s']:>9.4f} "
                 f" {phases}"
             )
-        if row.get("prepared_s"):
-            lines.append(
-                f"{'':<14}  the next server has imported everything {row['prepared_s']:.1f} "
-                f"s after the last came"
-            )
     lines += ["", "".join(f"{name:>{width}}" for name, width in COSTS)]
     lines += [_costs(mode, row) for mode, row in found["modes"].items()]
     lines.append("")

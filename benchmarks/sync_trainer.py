@@ -41,13 +41,10 @@ from trainer_core.rollouts.batch import read_batch
 from trainer_core.rollouts.packing import pack
 from trainer_core.server.client import GeneratedTokens, ServerClient
 from trainer_core.weight_sync.base import Start, make_sync
-from vllm_server.plugin import ENGINE_IMPORTED, IMPORTED
 
 PROMPTS, PROMPT_TOKENS, PROBE_TOKENS = 8, 100, 64
 BLOCK = 512
 """Bytes; the least that torch's allocator gives out on a GPU."""
-IMPORTS_S = 180.0
-"""Much longer than a server's imports take."""
 BRIDGE_MODES: dict[str, dict[str, Any]] = {
     "heads": {},
     "broadcast": {"weight_bridge_mode": "shared_vllm", "use_shared_memory": True},
@@ -150,16 +147,7 @@ class Trainer:
 
     def train(self, steps: int) -> dict[str, Any]:
         reports, lasted = [], []
-        prepared: list[float] = []
-        since = time.monotonic()
         for step in range(1, steps + 1):
-            if (
-                self.mode == "lora_restart"
-                and step > 1
-                and step % self.config.vllm_restart_interval == 0
-            ):
-                self.await_successor(len(prepared) + 1)
-                prepared.append(time.monotonic() - since)
             began = time.perf_counter()
             batch = read_batch(
                 make_batch(self.shape, "short", groups=2, prompt=64), seq_len=self.config.seq_len
@@ -171,7 +159,6 @@ class Trainer:
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             reports.append(self.sync.publish(step, self.stepper.write))
-            since = time.monotonic() if reports[-1].moved or step == 1 else since
             lasted.append(time.perf_counter() - began)
         # A mode that reloads every N steps only writes in between.
         whole = [report for report in reports if report.moved]
@@ -203,22 +190,7 @@ class Trainer:
             "cached_tokens": sum(c.cached_tokens or 0 for _, c in answers),
             "state_bytes": allocated(self.device) if cuda else None,
             "version": self.sync.engines[0].info().weight_version,
-            "prepared_s": median(prepared) if prepared else None,
         }
-
-    def await_successor(self, number: int) -> None:
-        """Until the `number`th next server has imported its parts; real steps give it the time that
-        these do not."""
-        said, deadline = (
-            ENGINE_IMPORTED if self.device.type == "cuda" else IMPORTED,
-            time.monotonic() + IMPORTS_S,
-        )
-        while self.sync.lifecycle.log.read_text(errors="replace").count(said) < number:  # type: ignore[attr-defined]
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"the next server has not imported its parts after {IMPORTS_S:.0f} s"
-                )
-            time.sleep(0.1)
 
 
 class Heads:

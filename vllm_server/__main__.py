@@ -16,7 +16,6 @@ from pathlib import Path
 
 from atropos_common.models import engine_release
 from atropos_common.net import ports
-from atropos_common.system.run_dir import ENV_WAIT_FOR_GO
 from vllm_server import compat
 from vllm_server.config import (
     DEFAULT_HOST,
@@ -54,7 +53,6 @@ environment:
   ATROPOS_HOLD_GENERATION=1        answer only requests with the token until POST /bridge/resume
   ATROPOS_SHM_NAME=NAME            name of the weight file under /dev/shm
   ATROPOS_ALLOWED_HOSTS=A,B        further names accepted in the Host header
-  ATROPOS_WAIT_FOR_GO=1            import everything, then wait for the line `go` on standard input
   OMP_NUM_THREADS=1                on a CPU: also lets the engine process start by fork, in half the time
   ATROPOS_FORK_ENGINE=0            never start it that way
   ATROPOS_NODE_ADDRESS=ADDRESS     of this machine, for an engine over several: --nnodes N --node-rank R --master-addr
@@ -146,10 +144,7 @@ def _check_arguments(argv: list[str]) -> None:
     if known.uds is None:
         if not known.port.isdecimal() or not 0 < int(known.port) < 65536:
             raise ConfigError(f"--port {known.port}: a number from 1 to 65535 is needed")
-        if (
-            os.environ.get(ENV_WAIT_FOR_GO) != "1"
-        ):  # a standby server's predecessor still has the port
-            check_port(known.host, int(known.port))
+        check_port(known.host, int(known.port))
 
 
 def check_model(model: str) -> None:

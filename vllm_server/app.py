@@ -16,7 +16,7 @@ import time
 from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import psutil
@@ -77,20 +77,12 @@ def run(config: ServerConfig, argv: list[str], notes: list[str]) -> int:
     compat.cli_env_setup()
     try:
         args = parse_arguments(argv)
-        waits = plugin.is_asked(os.environ)
-        if waits:
-            compat.import_heavy_parts()
-        # The start weights are known only after the predecessor has ended.
-        if waits and (config.shared_weights or config.weight_updates):
-            waits = False
-            if not plugin.is_told_to_go():
-                return 0
         check_arguments(args, config)
     except ConfigError as error:
         print(f"vllm_server: {error}", file=sys.stderr)
         return 2
     try:
-        return part.run(args) if args.headless else uvloop.run(serve(config, args, waits=waits))
+        return part.run(args) if args.headless else uvloop.run(serve(config, args))
     except (ConfigError, compat.EngineStartError) as error:
         print(f"vllm_server: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -109,15 +101,6 @@ def run(config: ServerConfig, argv: list[str], notes: list[str]) -> int:
     return os.execv(
         sys.executable, [sys.executable, "-P", "-m", "vllm_server", *argv, "--enforce-eager"]
     )
-
-
-class ServerPlace(NamedTuple):
-    """Socket and address of the server."""
-
-    since: float
-    """Time of arrival, in seconds of `time.monotonic`."""
-    address: str
-    sock: Any
 
 
 class Parser(compat.FlexibleArgumentParser):  # type: ignore[misc, name-defined, valid-type]
@@ -292,36 +275,25 @@ async def serve(config: ServerConfig, args: Namespace, *, waits: bool = False) -
         clean_up(config)
         os._exit(code)
 
-    def arrive() -> ServerPlace:
-        since = time.monotonic()
-        prepare_bridge_dir(config)
-        with _taking_the_port(args):
-            return ServerPlace(
-                since, *compat.setup_server(args, reuse_port=ports.is_held(args.port, os.environ))
-            )
-
     # vLLM replaces these once it serves.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, _: leave(128 + signum))
     why_not = _why_not_fork(args)
-    # A standby server with a forked engine waits here: a fork needs a single thread.
-    early = waits and why_not is not None and compat.engine_loads_plugins(args)
-    if waits and not early and not plugin.is_told_to_go():
-        leave(0)
-    turn = plugin.Turn(os.environ, arrive, leave) if early else None
-    place = None if turn else arrive()
-    async with start_engine(args, why_not, place.sock if place else None) as engine:
-        place = turn.result() if turn else place
-        assert place is not None
-        app = await build(config, args, engine, place.address)
+    began = time.monotonic()
+    prepare_bridge_dir(config)
+    with _taking_the_port(args):
+        reuse = ports.is_held(args.port, os.environ)
+        address, sock = compat.setup_server(args, reuse_port=reuse)
+    async with start_engine(args, why_not, sock) as engine:
+        app = await build(config, args, engine, address)
         door: Access = app.state.atropos_door  # vLLM takes the state off its app at the end
         reach(READY)
-        logger.info("ready after %.1f s on %s", time.monotonic() - place.since, place.address)
+        logger.info("ready after %.1f s on %s", time.monotonic() - began, address)
         if not args.uds:  # accept connections; from here on no other process can bind the port
             with _taking_the_port(args):
-                ports.listen(place.sock)
+                ports.listen(sock)
         shutdown = await compat.serve_http(
-            app, place.sock, args, limited=not app.state.atropos_door.for_everyone
+            app, sock, args, limited=not app.state.atropos_door.for_everyone
         )
         # A dying engine's process may run a little longer; certain is only that this shutdown was
         # not requested.
@@ -329,7 +301,7 @@ async def serve(config: ServerConfig, args: Namespace, *, waits: bool = False) -
     try:
         await shutdown
     finally:
-        place.sock.close()
+        sock.close()
     if told:
         logger.info("stopped")
     else:

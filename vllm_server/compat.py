@@ -11,7 +11,7 @@ import inspect
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from vllm_server.capacity import Step
@@ -52,18 +52,6 @@ _PLACES: dict[str, tuple[str, ...]] = {
 }
 
 
-ENGINE_PARTS = (
-    "vllm.v1.engine.async_llm",
-    "vllm.v1.engine.core",
-    "vllm.v1.worker.gpu_worker",
-    "vllm.compilation.backends",
-    "vllm.model_executor.models.llama",
-    "torch._inductor.compile_fx",
-)
-"""Modules that vLLM imports when it starts its engine, the layers of every model included. None of
-them touches a GPU."""
-_READY_LIMIT = "VLLM_ENGINE_READY_TIMEOUT_S"
-_READY_LIMIT_S = 1_000_000
 # Seconds that open connections get at shutdown, after requests in flight have ended.
 CONNECTIONS_CLOSE_S = 1
 
@@ -146,36 +134,6 @@ def request_errors() -> tuple[type[Exception], ...]:
     # Later releases do not derive them from ValueError.
     client_error = getattr(exceptions, "VLLMClientError", ValueError)
     return (ValueError, TypeError, OverflowError, client_error)
-
-
-def import_parts(names: Sequence[str] = ENGINE_PARTS) -> None:
-    """Import modules ahead of the start; skip those that this release keeps elsewhere."""
-    for name in names:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-
-
-def import_heavy_parts() -> None:
-    """Import `ENGINE_PARTS` in a standby server.
-
-    vLLM's start timeout has to exceed the standby time. vLLM reads it during this import. It must
-    not stay in the environment, because it is part of the compile cache's key.
-    """
-    before = os.environ.get(_READY_LIMIT)
-    os.environ[_READY_LIMIT] = str(_READY_LIMIT_S)
-    try:
-        import_parts()
-    finally:
-        del os.environ[_READY_LIMIT]
-        if before is not None:
-            os.environ[_READY_LIMIT] = before
-
-
-def engine_loads_plugins(args: Namespace) -> bool:
-    """Return True if vLLM's engine is a spawned process, which loads our plugin; a forked engine
-    and Ray workers do not."""
-    spawned = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == "spawn"
-    return spawned and getattr(args, "data_parallel_backend", "mp") == "mp"
 
 
 def configure_vllm_logging(args: Namespace) -> None:

@@ -3,33 +3,23 @@
 vLLM loads `register` in each of its processes through the entry point group `vllm.general_plugins`,
 and mixes `AtroposWorkerExtension` into its workers by `--worker-extension-cls`.
 
-A standby server imports everything, then waits for the line `go` on standard input while its
-predecessor serves. Until then it binds no port, touches no bridge file and takes no GPU memory. An
-engine process that is not forked starts as well, and waits in `register` for a lock that the server
-holds.
-
 Importing this module imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import multiprocessing
 import os
 import signal
 import sys
-import threading
 from argparse import Namespace
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from atropos_common.protocol.bridge import GREEDY_BELOW
 from atropos_common.system import parent_death
-from atropos_common.system.run_dir import ENV_WAIT_FOR_GO, GO_LINE
-from vllm_server import compat
 from vllm_server.config import (
     ENV_FORK_ENGINE,
     ENV_INSTANCE_ID,
@@ -44,12 +34,6 @@ logger = logging.getLogger(__name__)
 
 TASKS = Path("/proc/self/task")
 """Threads of this process, native ones included."""
-ENV_ENGINE_LOCK = "ATROPOS_ENGINE_LOCK"
-"""Path of the lock that an engine process has to take before it continues."""
-IMPORTED = "everything is imported; waiting to be told to go"
-ENGINE_IMPORTED = "the engine process has imported everything; waiting to be told to go"
-
-Found = TypeVar("Found")
 
 
 def register() -> None:
@@ -58,7 +42,6 @@ def register() -> None:
         return
     configure_logging()
     die_with_parent()
-    wait_in_engine(os.environ)
     if ENV_SHARED_WEIGHTS in os.environ or ENV_WEIGHT_UPDATES in os.environ:
         from vllm_server.weights.loaders import register_loaders
 
@@ -174,79 +157,6 @@ def prepare_fork(listening: int) -> None:
         _tie_to_parent(server)
 
     os.register_at_fork(after_in_child=in_child)
-
-
-def is_asked(env: MutableMapping[str, str]) -> bool:
-    """Return True once for ATROPOS_WAIT_FOR_GO=1: a process that executes itself again does not
-    wait again."""
-    return env.pop(ENV_WAIT_FOR_GO, "") == "1"
-
-
-def is_told_to_go() -> bool:
-    """Wait for the line `go`; return False if the input ends, because then no server is needed."""
-    logger.info(IMPORTED)
-    said = b""
-    # Read the descriptor, not `sys.stdin`: a thread that waits in it holds a lock on which Python
-    # aborts at exit.
-    while not said.endswith(b"\n") and (part := os.read(0, 64)):
-        said += part
-    return said.strip() == GO_LINE.strip()
-
-
-class Turn(Generic[Found]):
-    """Waits for `go` in a thread, since vLLM blocks the main thread during its start, and then lets
-    the engine continue.
-
-    Args:
-        env: receives the lock's path for the engine process.
-        arrive: called in the waiting thread after `go`.
-        leave: ends this process, with 0 when the input ends and with 2 when `arrive` fails. Does
-            not return.
-    """
-
-    def __init__(
-        self,
-        env: MutableMapping[str, str],
-        arrive: Callable[[], Found],
-        leave: Callable[[int], NoReturn],
-    ) -> None:
-        self._found: Future[Found] = Future()
-        self._env, self._arrive, self._leave = env, arrive, leave
-        # Private and gone with this process. Opening it by path gives a lock separate from this
-        # descriptor's.
-        self._lock = os.memfd_create("atropos-go")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        env[ENV_ENGINE_LOCK] = f"/proc/{os.getpid()}/fd/{self._lock}"
-        threading.Thread(target=self._await, name="await-go", daemon=True).start()
-
-    def result(self) -> Found:
-        """Wait for the result of `arrive`; from then on the engine continues."""
-        self._env.pop(ENV_ENGINE_LOCK, None)
-        return self._found.result()
-
-    def _await(self) -> None:
-        if not is_told_to_go():
-            self._leave(0)
-        try:
-            self._found.set_result(self._arrive())
-        except Exception as error:
-            print(f"vllm_server: {error}", file=sys.stderr, flush=True)
-            self._leave(2)
-        # Stays open: a late engine would find another file under its number.
-        fcntl.flock(self._lock, fcntl.LOCK_UN)
-
-
-def wait_in_engine(
-    env: MutableMapping[str, str], parts: Sequence[str] = compat.ENGINE_PARTS
-) -> None:
-    """In the engine process of a standby server: import `parts`, then wait until the server
-    continues."""
-    if multiprocessing.parent_process() is None or (path := env.pop(ENV_ENGINE_LOCK, None)) is None:
-        return
-    compat.import_parts(parts)
-    logger.info(ENGINE_IMPORTED)
-    with open(path, "rb") as lock:  # noqa: PTH123
-        fcntl.flock(lock, fcntl.LOCK_SH)
 
 
 def scale_raw_logprobs(sampler: torch.nn.Module) -> None:

@@ -39,10 +39,6 @@ version."""
 ENV_TRAINER_HOSTS = "ATROPOS_TRAINER_HOSTS"
 """Further addresses, separated by commas, of trainers that may broadcast weights to the server. The
 loopback and MASTER_ADDR are always allowed."""
-ENV_WAIT_FOR_GO = "ATROPOS_WAIT_FOR_GO"
-""""1": the server imports everything, then waits for the line `go` on its standard input before it
-takes port and GPU. The end of the input ends it."""
-GO_LINE = b"go\n"
 ENV_HELD_PORT = "ATROPOS_HELD_PORT"
 """Port that the parent process holds for this one (`atropos_common/net/ports.py`)."""
 ENV_ENGINE_URLS = "ATROPOS_ENGINE_URLS"

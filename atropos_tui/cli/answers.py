@@ -114,7 +114,6 @@ class Plan(Answer):
     notify: NotifyPolicy
     metrics: MetricsPolicy
     alerts: list[AlertSpec]
-    survive: bool
     launcher: LauncherName
     nodes: list[Node]
     """All machines, the supervisor's own first; empty if that is the only one."""

@@ -34,7 +34,6 @@ def check_nodes(profile: Profile) -> list[Problem]:
         *_dialled(profile),
         *_api_host(profile),
         *_probes(profile),
-        *_survival(profile),
     ]
 
 
@@ -306,15 +305,6 @@ def _single_copy(profile: Profile) -> Iterator[Problem]:
             f'leave it out, set it to {where!r}, or use mode = "broadcast"',
             key="trainer.node",
         )
-
-
-def _survival(profile: Profile) -> Iterator[Problem]:
-    if profile.survive and len(profile.machines) > 1:
-        reason = (
-            "works on this machine only, and some components are on other machines: those end "
-            "with the supervisor"
-        )
-        yield Problem(reason, "leave it out", key="survive")
 
 
 def _ports(profile: Profile) -> Iterator[Problem]:

@@ -148,6 +148,12 @@ def did_you_mean(word: str, known: Collection[str], most: int = 1) -> str:
     return f"did you mean {' or '.join(near)}? " if near else ""
 
 
+REMOVED_SURVIVE = (
+    "no such key any more: components end with their supervisor",
+    "remove it; after a supervisor has died, continue its run with atropos-tui up --resume RUN",
+    "",
+)
+
 _BARE_VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")
 
 
@@ -260,7 +266,10 @@ def _explained(
                 for key in form.get("properties", ())
             }
         )
-        yield "unknown key", _fix_of_unknown_key(path, known, schema), ""
+        if path == ("survive",):
+            yield REMOVED_SURVIVE
+        else:
+            yield "unknown key", _fix_of_unknown_key(path, known, schema), ""
     elif kind == "value_error":
         for line in str(item["msg"]).removeprefix("Value error, ").splitlines():
             # The trainer's messages name flags (--batch-size); a profile has keys (batch_size).

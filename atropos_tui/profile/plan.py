@@ -212,7 +212,6 @@ def stack_of(site: Site) -> StackSpec:
         notify=profile.notify.model_copy(update={"command": _program(profile.notify.command)}),
         metrics=profile.metrics,
         alerts=list(profile.alert),
-        survive=profile.survive,
         launcher=profile.cluster.launcher if profile.cluster else "local",
         nodes=list(site.hosts.nodes),
     )
@@ -373,7 +372,6 @@ def _engine(
         restart=SERVES_TILL_STOPPED,
         stop=StopPolicy(grace_s=15),
         start_timeout_s=1800,  # loading and compiling a large model takes up to half an hour
-        standby=fed and site.traits.restarts_engine and len(names) == 1,
     )
     # The other parts have no API server: they are ready by a stage, and have no port.
     ready = _reached(stages.READY, "its workers are ready")

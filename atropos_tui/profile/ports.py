@@ -7,7 +7,6 @@ runs start fast.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import socket
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atropos_common.net.ports import LOOPBACK, bind, is_held
-from atropos_common.system.files import is_private, read_regular
+from atropos_common.system.files import is_private
 from atropos_common.system.run_dir import (
     ENV_COMPONENT,
     ENV_CONTROL_SOCKET,
@@ -119,8 +118,6 @@ class Holder:
     component: str = ""
     supervised: bool = False
     """The supervisor of that run answers."""
-    survives: bool = False
-    """That run keeps its components for the next supervisor (`survive = true`)."""
 
     def __str__(self) -> str:
         if not self.run_id:
@@ -137,13 +134,6 @@ class Holder:
             return f"stop {self.process.partition(':')[0]}"
         if self.supervised:
             return f"end that run: atropos-tui down --run-dir {shlex.quote(self.run_dir)}"
-        if self.survives:
-            where = shlex.quote(self.run_dir)
-            return (
-                f"that run has no supervisor and keeps the process for the next one: "
-                f"atropos-tui up --resume {where} "
-                f"takes it over, atropos-tui clean --run-dir {where} stops it"
-            )
         return "that run has no supervisor: atropos-tui clean stops its processes"
 
 
@@ -177,16 +167,5 @@ def holder(port: int) -> Holder | None:
                 environ = {}
             run_id, run_dir = environ.get(ENV_RUN_ID, ""), environ.get(ENV_RUN_DIR, "")
             live = bool(run_id) and listens(environ.get(ENV_CONTROL_SOCKET, ""))
-            return Holder(
-                words, run_id, run_dir, environ.get(ENV_COMPONENT, ""), live, _survives(run_dir)
-            )
+            return Holder(words, run_id, run_dir, environ.get(ENV_COMPONENT, ""), live)
     return None
-
-
-def _survives(run_dir: str) -> bool:
-    """Return True if the plan in `run_dir` is readable and has `survive`."""
-    try:
-        plan = json.loads(read_regular(Path(run_dir) / "plan.json")) if run_dir else {}
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(plan, dict) and plan.get("survive") is True

@@ -663,8 +663,6 @@ class Profile(Section):
     """Metrics for Prometheus."""
     alert: Annotated[list[AlertSection], BeforeValidator(_as_list)] = Field(default_factory=list)
     """Warnings when a metric leaves its bounds; several as [[alert]]."""
-    survive: bool = False
-    """Keep components running if the supervisor is killed; `up --resume RUN` takes them over."""
     _origins: Origins = PrivateAttr(default_factory=Origins)
 
     @property

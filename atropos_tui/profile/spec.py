@@ -263,9 +263,6 @@ class ComponentSpec(StackPart):
     stages: list[Stage] = Field(default_factory=list)
     restart_with: list[str] = Field(default_factory=list)
     """Components that must stop and start together with this one."""
-    standby: bool = False
-    """Prepare the next start while this one runs: the same command with ATROPOS_WAIT_FOR_GO=1
-    imports its modules and waits for the line `go` on stdin."""
     ends_run: bool = False
     """End the run with exit code 0 when this component succeeds; the rest is stopped."""
     final_codes: list[int] = Field(default_factory=list)
@@ -366,9 +363,6 @@ class StackSpec(StackPart):
     """How components start on nodes other than the supervisor's."""
     nodes: list[Node] = Field(default_factory=list)
     """The machines, the supervisor's own first; empty for a stack of one machine."""
-    survive: bool = False
-    """Keep the components running if the supervisor is killed, for the next supervisor to take
-    over."""
 
     def component(self, name: str) -> ComponentSpec | None:
         """Return the component of that name; None if there is none."""
@@ -384,7 +378,7 @@ def check_stack(stack: StackSpec) -> None:
 
     Raises:
         StackError: all faults: a name used twice or unusable in a path, an unknown dependency, a
-            cycle, `survive` with other nodes.
+            cycle.
     """
     names = [spec.name for spec in stack.components]
     faults = [
@@ -398,11 +392,6 @@ def check_stack(stack: StackSpec) -> None:
         if not is_safe_name(name)
     ]
     faults += [f"{fault.reason}: {fault.fix}" for fault in dependency_faults(stack)]
-    if stack.survive and any(spec.is_far for spec in stack.components):
-        faults.append(
-            "survive = true works on this machine only, and some components are on other "
-            "nodes: remove it"
-        )
     if faults:
         raise StackError("; ".join(faults))
 

@@ -40,7 +40,7 @@ from atropos_tui.diagnoses.stall_rules import Part
 from atropos_tui.profile.spec import ComponentSpec, RestartPolicy
 from atropos_tui.supervisor.journal.store import Store
 from atropos_tui.supervisor.launchers.launcher import Host, Living, Usage
-from atropos_tui.supervisor.probe import Prober, ProbeResult, StageWatch, log_patterns
+from atropos_tui.supervisor.probe import Prober, ProbeResult, StageWatch
 from atropos_tui.supervisor.processes.launch import Launch
 from atropos_tui.supervisor.processes.logs import LogDrain
 from atropos_tui.supervisor.processes.process import Ending, LaunchError, Leader
@@ -420,10 +420,7 @@ class Component:
                 self._wait_for_resources(error)
                 return
             self._begin(living)
-            self._move(
-                State.STARTING,
-                f"attempt {attempt}{', from the standby process' if living.waited else ''}",
-            )
+            self._move(State.STARTING, f"attempt {attempt}")
             self._watch()
             if not self.has_gate and not self.one_shot:
                 self._healthy("started; it has no health check")
@@ -445,23 +442,6 @@ class Component:
             )
         self.waiting_for = f"the machine: {error.strerror}"
         asyncio.get_running_loop().call_later(1.0, self._owner.post, look_again)
-
-    def adopt(self) -> None:
-        """Take over a component that an earlier supervisor started. If it has exited since, its
-        exit follows at once."""
-        entry = self._host.launcher.inherited[self.name].entry
-        self._begin(self._host.adopt(self.name, *self._listeners(entry.attempt)))
-        self._stages = dict(entry.stages)
-        self._restarts.proven = entry.proven
-        self._restarts.came_up = entry.proven or bool(self._stages)
-        self._move(State.STARTING, f"adopted, attempt {entry.attempt}")
-        self._watch()
-        if self.child and self.child.exit_code is None and not self.has_gate and not self.one_shot:
-            self._healthy("adopted; it has no health check")
-
-    def done_before(self) -> None:
-        """Mark it as completed under an earlier supervisor whose other components still run."""
-        self._move(State.COMPLETED, "completed under the earlier supervisor")
 
     def _listeners(self, attempt: int) -> tuple[Callable[[], None], Callable[[str], None]]:
         return lambda: self._owner.post(self._exited, attempt), self._disk_trouble
@@ -553,13 +533,10 @@ class Component:
             self._staged(attempt, stage, time.time())
 
     def _staged(self, attempt: int, stage: str, at: float) -> None:
-        if (
-            self._is_present(attempt) and stage not in self._stages
-        ):  # an adopted attempt has stages already
+        if self._is_present(attempt) and stage not in self._stages:
             self._stages[stage] = at
             self._restarts.came_up |= not self.has_gate
             self._store.emit(StageRecord(component=self.name, stage=stage, attempt=attempt))
-            self.note_progress()
 
     def _judged(self, attempt: int, found: ProbeResult) -> None:
         if not self._is_present(attempt) or self._ending is not None:
@@ -593,10 +570,7 @@ class Component:
         self._restarts.proven |= self.has_gate
         self._restarts.came_up |= self.has_gate
         self._restarts.healthy_at = self._restarts.healthy_at or time.monotonic()
-        self.note_progress()
         self._move(State.HEALTHY, reason)
-        # Create the standby process of the next attempt while nothing waits for it.
-        self._host.prepare_next(self.spec, self.attempt + 1)
 
     def _does_not_answer(self, detail: str) -> None:
         reason = f"liveness failed: {detail}"
@@ -627,17 +601,6 @@ class Component:
         self.diagnose(rule.diagnosis(detail, fix, f"{self.name} did not become ready"))
         self._begin_end("timeout")
         self._move(State.STOPPING, reason)
-
-    def note_progress(self) -> None:
-        """Journal facts that an adopting supervisor cannot find out: health, matched patterns,
-        stages, sessions of descendants."""
-        if self._host.launcher.adoptable:
-            patterns = log_patterns(self.spec.probes) + [
-                stage.pattern for stage in self.spec.stages
-            ]
-            seen = [pattern for pattern in patterns if self.log and self.log.seen(pattern)]
-            found = {"proven": self._restarts.proven, "seen": seen, "stages": dict(self._stages)}
-            self._host.note_progress(self.name, found)
 
     # Ending.
 
@@ -786,7 +749,7 @@ class Component:
         assert child is not None and child.exit_code is not None and launch is not None
         self._unwatch()
         try:
-            self._host.leave(self.spec, child, launch, done=self.one_shot and child.exit_code == 0)
+            self._host.leave(self.spec, child, launch)
         except OSError as problem:
             # A file that the next attempt would mistake for its own could not be removed.
             fix = "remove it by hand before the next start"

@@ -44,7 +44,6 @@ from atropos_common.protocol.control import (
     State,
     WaitResult,
 )
-from atropos_common.system.files import is_private
 from atropos_common.system.run_dir import ENV_DOOR_KEY, ENV_TOKEN, RunDir
 from atropos_tui.cluster.remote_launcher import (
     RemoteLauncher,
@@ -67,7 +66,6 @@ from atropos_tui.supervisor.journal.store import (
 )
 from atropos_tui.supervisor.journal.tracker import reap_leftovers
 from atropos_tui.supervisor.launchers.guard import Guard
-from atropos_tui.supervisor.launchers.keeper_launcher import Inheritance, KeeperLauncher, claim
 from atropos_tui.supervisor.launchers.launcher import DirectLauncher, Host, Launcher
 from atropos_tui.supervisor.notify import Notifier
 from atropos_tui.supervisor.processes import procfs
@@ -117,7 +115,7 @@ async def run_stack(
         store.diagnoses.restore(list(journal.diagnoses()))
         # Before any child: orphans of components must become children of this process.
         become_subreaper()
-        inheritance = await asyncio.to_thread(claim, stack, run)
+        await asyncio.to_thread(_reap_earlier, stack.run_id, run)
         for name, found in (
             await asyncio.to_thread(sweep_nodes, ProcessTable.load(run.journal_json))
         ).items():
@@ -125,7 +123,14 @@ async def run_stack(
         # A resumed run must not show the result of its earlier life.
         run.result_json.unlink(missing_ok=True)
         reserve(run.result_json)
-        return await _with_socket(stack, store, run, signals, inheritance)
+        return await _with_socket(stack, store, run, signals)
+
+
+def _reap_earlier(run_id: str, run: RunDir) -> None:
+    """Kill what an earlier supervisor of this run directory left."""
+    if (table := ProcessTable.load(run.journal_json)) is not None:
+        reap_leftovers(table.run_id, table)
+    reap_leftovers(run_id)
 
 
 def ready_threads() -> ThreadPoolExecutor:
@@ -137,25 +142,19 @@ def ready_threads() -> ThreadPoolExecutor:
     return pool
 
 
-async def _with_socket(
-    stack: StackSpec, store: Store, run: RunDir, signals: _Signals, inheritance: Inheritance
-) -> int:
-    listening, path = listen(run, inheritance.socket)
+async def _with_socket(stack: StackSpec, store: Store, run: RunDir, signals: _Signals) -> int:
+    listening, path = listen(run)
     lock, own = store.journal.fileno(), (path, run.control_sock)
-    group = _group(stack.run_id, inheritance)
     on_trouble = functools.partial(_report_guard, store)
-    guard = Guard(
-        stack.run_id, lock, group=group, own=own, keep=stack.survive, on_trouble=on_trouble
-    )
+    group = procfs.run_group(stack.run_id)
+    guard = Guard(stack.run_id, lock, group=group, own=own, on_trouble=on_trouble)
     api: ApiServer | None = None
     figures: ApiServer | None = None
     try:
-        token = _token(inheritance)
+        token = os.environ.get(ENV_TOKEN) or secrets.token_urlsafe(32)
         _export_key(stack, token)
-        launcher = _launcher(stack, guard.group, str(path), token, inheritance)
-        supervisor = Supervisor(
-            store, Host(stack, guard, launcher, str(path), token, inheritance.table)
-        )
+        launcher = _launcher(stack, guard.group, str(path), token)
+        supervisor = Supervisor(store, Host(stack, guard, launcher, str(path), token))
         api = ApiServer(Routes(supervisor, run).app(), listening)
         await api.started()
         figures = await _serve_metrics(supervisor, run, token if stack.nodes else "")
@@ -165,18 +164,16 @@ async def _with_socket(
         try:
             return (await supervisor.run()).exit_code
         except Exception:
-            return _fault(supervisor, guard)
+            return _fault(supervisor)
         finally:
             await notifier.close(RunResult.load(run.result_json))
     except asyncio.CancelledError:
-        guard.end_keeping()
         RunResult(exit_code=Exit.INTERRUPTED, reason="the supervisor was cancelled").write(
             run.result_json
         )
         raise
     finally:
-        if not guard.keeps:
-            reap_leftovers(stack.run_id, ProcessTable.load(run.journal_json))
+        reap_leftovers(stack.run_id, ProcessTable.load(run.journal_json))
         # Close the hub first: open `/events` streams end, and the servers can stop.
         store.hub.close()
         for server in filter(None, (figures, api)):
@@ -185,11 +182,7 @@ async def _with_socket(
         await guard.close()
 
 
-def _launcher(
-    stack: StackSpec, group: str, socket: str, token: str, inheritance: Inheritance
-) -> Launcher:
-    if stack.survive:
-        return KeeperLauncher(stack, group, socket, token, inheritance.adoptable)
+def _launcher(stack: StackSpec, group: str, socket: str, token: str) -> Launcher:
     if any(spec.is_far for spec in stack.components):
         return RemoteLauncher(stack, group, socket, token)
     return DirectLauncher(stack, group)
@@ -228,23 +221,11 @@ async def _journal(run: RunDir, run_id: str, lock: int | None) -> Journal:
     return Journal(run.supervisor_jsonl, run_id, lock)
 
 
-def _group(run_id: str, inheritance: Inheritance) -> str:
-    """Return the run's control group: that of the adopted components, or a new one."""
-    earlier = inheritance.table.group if inheritance.table else ""
-    return earlier if procfs.is_group_of(earlier, run_id) else procfs.run_group(run_id)
-
-
 def _export_key(stack: StackSpec, token: str) -> None:
     """Put the key for servers that other machines reach into the environment."""
     os.environ.pop(ENV_DOOR_KEY, None)  # it may belong to an enclosing run
     if stack.nodes:
         os.environ[ENV_DOOR_KEY] = door_key(token)
-
-
-def _token(inheritance: Inheritance) -> str:
-    if inheritance.token and ENV_TOKEN in os.environ:
-        os.environ[ENV_TOKEN] = inheritance.token  # components inherit this environment
-    return inheritance.token or os.environ.get(ENV_TOKEN) or secrets.token_urlsafe(32)
 
 
 class _Signals:
@@ -281,7 +262,7 @@ class _Signals:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
-def _fault(supervisor: Supervisor, guard: Guard) -> int:
+def _fault(supervisor: Supervisor) -> int:
     """Handle an internal error: write the report, kill the components, write the result."""
     report, run, run_id = traceback.format_exc(), supervisor.run_dir, supervisor.stack.run_id
     states = "\n".join(
@@ -297,13 +278,7 @@ def _fault(supervisor: Supervisor, guard: Guard) -> int:
         f"internal error of the supervisor: {report.strip().splitlines()[-1]}; please report "
         f"{run.fault_txt}"
     )
-    if guard.keeps:
-        reason += (
-            f"; the components still run: atropos-tui up --resume {run.root} adopts, atropos-tui "
-            f"clean kills them"
-        )
-    else:
-        reap_leftovers(run_id, ProcessTable.load(run.journal_json))
+    reap_leftovers(run_id, ProcessTable.load(run.journal_json))
     result = RunResult(exit_code=Exit.FAULT, reason=reason)
     result.write(run.result_json)
     supervisor.ended(result)
@@ -557,14 +532,10 @@ class ApiServer:
         await self._task
 
 
-def listen(run: RunDir, known_as: str = "") -> tuple[socket.socket, Path]:
+def listen(run: RunDir) -> tuple[socket.socket, Path]:
     """Bind the run's socket (mode 0600) and point `RUN/control.sock` at it. A dead socket is
-    replaced.
-
-    `known_as` is the socket path that adopted components know. It is reused if its folder still
-    exists and is private.
-    """
-    path = Path(known_as) if known_as and is_private(Path(known_as).parent) else socket_path(run)
+    replaced."""
+    path = socket_path(run)
     path.unlink(missing_ok=True)
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     # The umask sets mode 0600 from the first moment; a chmod after `bind` would leave a gap.

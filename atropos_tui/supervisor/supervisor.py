@@ -173,7 +173,7 @@ class Supervisor:
         Raises:
             RefusedError: it is not possible now.
         """
-        # Commands may arrive before `run` has adopted the components of an earlier supervisor.
+        # Commands may arrive before `run` has begun.
         await self._begun.wait()
         if self._over.done():
             raise RefusedError(409, "the run has ended", "start a new one: atropos-tui up PROFILE")
@@ -250,8 +250,7 @@ class Supervisor:
             self.task(work) for work in (self._sweep_forever(), self._watcher.watch(), gauges)
         ]
         try:
-            # Adopt first: a command or a start before it could start a component twice.
-            self._do(self._take_over)
+            self.post(lambda: None)  # the first reconcile starts the stack
             self._begun.set()
             await self._over
         finally:
@@ -311,7 +310,6 @@ class Supervisor:
             self._over.set_exception(error)
 
     async def _close(self) -> None:
-        # The launcher first, so that its standby processes are gone before the tasks end.
         self.host.launcher.close()
         for task in list(self._tasks):
             task.cancel()
@@ -323,8 +321,6 @@ class Supervisor:
             await asyncio.sleep(SWEEP_S)
             with contextlib.suppress(OSError):  # out of descriptors: the next survey may succeed
                 await self.host.survey()
-            for component in self.components.values():
-                component.note_progress()
 
     async def _end_strays(self) -> None:
         give_up = time.monotonic() + STRAYS_S
@@ -337,29 +333,6 @@ class Supervisor:
                 procfs.send(row, signal.SIGKILL)
             await asyncio.sleep(0.01)
         await asyncio.to_thread(tracker.survey)  # collects their zombies
-
-    def _take_over(self) -> None:
-        """Adopt what an earlier supervisor left running, and restart components whose plan has
-        changed."""
-        inherited = self.host.launcher.inherited
-        for component in self.components.values():
-            if component.name in inherited:
-                component.adopt()
-            elif component.name in self.host.table.done:
-                component.done_before()
-        changed = [name for name, each in inherited.items() if each.changed]
-        if changed:
-            plans = [recipe(self.stack, "restart", name) for name in changed]
-            touched = {
-                name for plan in plans for name in (*plan.stop, *plan.start) if name in inherited
-            }
-            # Profile order is start order; stops go the other way.
-            order = [name for name in self.components if name in touched]
-            request = CommandRequest(action="restart", component=changed[0])
-            why = f"the plan of {', '.join(changed)} has changed"
-            self._begin(
-                Operation(new_id(), request, plans[0], False, why, stop=order[::-1], start=order)
-            )
 
     # Reconciling.
 
@@ -414,9 +387,6 @@ class Supervisor:
         if component.child is not None:
             component.stop(op.own_id, op.cause())
             return False
-        if op.action == "stop":
-            # The standby process has loaded files that may change before the next start.
-            self.host.launcher.drop_next(component.name)
         if op.action in ("stop", "down") and component.state in (State.PENDING, State.BACKOFF):
             component.call_off(op.own_id, op.stopped_for(component.name))
         return True
@@ -552,8 +522,6 @@ class Supervisor:
                 )  # otherwise the job would be requeued
             return
         self.result = result
-        # Before the stop: from here on no standby process and no surviving component.
-        self.host.end()
         self.phase, self.reason = Phase.STOPPING, result.reason
         for other in self._active():
             self._finish(other, "failed", "the run is ending")

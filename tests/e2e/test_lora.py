@@ -45,7 +45,6 @@ from trainer_core.rollouts.packing import pack
 from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.base import Start, SyncReport
 from trainer_core.weight_sync.lora import KEPT, LoraRestart, LoraSwap
-from vllm_server.plugin import ENGINE_IMPORTED, IMPORTED
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 Start_ = Callable[..., LiveStack]
@@ -346,14 +345,12 @@ def own_servers() -> set[psutil.Process]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fork", ["1", "0"])
 def test_restarts_as_an_own_child(
-    tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch, fork: str
+    tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone the trainer starts the server, restarts it when due, starts a dead one again, and takes
     it along."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("ATROPOS_FORK_ENGINE", fork)
     monkeypatch.delenv(ENV_TOKEN)
     (port,) = free_ports(1)
     settings = config(
@@ -384,24 +381,13 @@ def test_restarts_as_an_own_child(
 
         trainer.step()
         lifecycle = trainer.sync.lifecycle
-        successor = psutil.Process(lifecycle._standby.pid)
-        said, deadline = IMPORTED if fork == "1" else ENGINE_IMPORTED, time.monotonic() + 120
-        while lifecycle.log.read_text().count(said) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert bool(successor.children()) == (fork == "0"), (
-            "an engine that cannot be forked waits as well"
-        )
-        assert engine.info().instance_id == second.instance_id, "it waits, and no more"
         child = psutil.Process(lifecycle._process.pid)
         child.send_signal(signal.SIGKILL)
         lifecycle._process.wait(10)
         with pytest.raises(EngineGone):
             engine.info()
         trainer.sync._looked = 0.0
-        began = time.monotonic()
         trainer.sync.check()
-        print(f"with the next server's imports done: {time.monotonic() - began:.1f} s")
-        assert lifecycle._process.pid == successor.pid
         again = engine.info()
         assert again.instance_id != second.instance_id and (again.weight_version, again.held) == (
             3,

@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Tests marked with `launchers("direct", "keeper", "remote")` run with each of these."""
+    """Tests marked with `launchers("direct", "remote")` run with each of these."""
     marker = metafunc.definition.get_closest_marker("launchers")
     if marker and "launch" in metafunc.fixturenames:
         given = metafunc.config.getoption("--launcher-prefix", None)
@@ -65,13 +65,11 @@ def launch(tmp_path: Path, prefix: list[str], request: pytest.FixtureRequest) ->
     async def run(
         *components: ComponentSpec,
         max_bytes: int = 64 * 1024 * 1024,
-        survive: bool = False,
         **more: Any,
     ) -> AsyncIterator[Running]:
         if launcher == "remote":
             components = tuple(far(spec, prefix) for spec in components)
             more["launcher"] = "ssh" if Path(prefix[0]).name == "ssh" else "slurm"
-        survive |= launcher == "keeper"
         stack = StackSpec(
             run_id=f"test-{secrets.token_hex(6)}",
             name="test",
@@ -79,7 +77,6 @@ def launch(tmp_path: Path, prefix: list[str], request: pytest.FixtureRequest) ->
             run_dir=str(tmp_path / "run"),
             components=list(components),
             logs=LogPolicy(max_bytes=max_bytes),
-            survive=survive,
             **more,
         )
         running = Running(stack)

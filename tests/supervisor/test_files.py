@@ -16,7 +16,6 @@ import pytest
 
 from atropos_common.protocol.records import DiagnosisRecord, parse_line
 from atropos_tui.supervisor.journal.store import Journal, ProcessTable, RunInUseError
-from atropos_tui.supervisor.launchers.keeper_launcher import ResumedDrain
 from atropos_tui.supervisor.processes import logs
 from atropos_tui.supervisor.processes.logs import LogDrain, LogFile, last_lines, latest_attempt
 
@@ -284,12 +283,11 @@ def test_a_disk_problem_is_told_once_a_minute_and_at_the_end(
 
 
 async def test_a_line_that_was_begun_before_somebody_looks_for_it_is_seen(tmp_path: Path) -> None:
-    """As when a supervisor adopts a component that is in the middle of a line."""
+    """The pattern is added in the middle of a line."""
     log = tmp_path / "1.log"
     log.write_bytes(b"up\nloading weights ... ")
-    resumed, drain = ResumedDrain(log, []), LogDrain(None, None)
+    drain = LogDrain(None, None)
     drain.take(log.read_bytes())
-    for each in (resumed, drain):
-        each.watch("^loading .* done$")
-        each.take(b"done\n")
-        assert each.seen("^loading .* done$")
+    drain.watch("^loading .* done$")
+    drain.take(b"done\n")
+    assert drain.seen("^loading .* done$")

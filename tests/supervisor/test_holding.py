@@ -20,8 +20,6 @@ from atropos_tui.profile.sections import parse_profile
 from atropos_tui.profile.spec import ComponentSpec, HttpCheck, RestartPolicy
 from tests.strangers import as_another_user, needs_another_user, squat, stranger
 from tests.supervisor.harness import part, python, ready, script
-from tests.supervisor.test_adoption import again, down, kill, rows_of, same_processes
-from tests.supervisor.test_death import background
 
 OFTEN = RestartPolicy(policy="always", backoff_s=0.02, max_backoff_s=0.05, max_restarts=20)
 
@@ -126,34 +124,3 @@ async def test_a_port_that_somebody_else_has_is_said_as_ever(launch: Any, free_p
             said = [record for record in running.records if isinstance(record, DiagnosisRecord)]
             assert [record.rule for record in said] == ["port_in_use"]
             assert f"(pid {os.getpid()})" in said[0].evidence
-
-
-async def test_with_keepers_the_port_is_held_as_well(launch: Any, free_port: int) -> None:
-    async with launch(engine(free_port), survive=True) as running:
-        row = await running.until("engine", State.HEALTHY, 1)
-        os.kill(row.pid, signal.SIGKILL)
-        await running.until("engine", State.BACKOFF)
-        assert not is_free(free_port)
-        await running.until("engine", State.HEALTHY, 2)
-
-
-async def test_the_next_supervisor_holds_it_from_the_first_end_on(
-    tmp_path: Path, free_port: int
-) -> None:
-    """What it adopts listens already, and shares its port with nobody."""
-    with background(tmp_path / "run", engine(free_port), survive=True) as first:
-        before = await rows_of(first)
-        kill(first)
-        with again(first) as second:
-            same_processes(before, await rows_of(second))
-            pid = before["engine"].pid
-            assert pid
-            os.kill(pid, signal.SIGKILL)
-            client = await second.ready()
-            async with asyncio.timeout(20):
-                while (await client.status()).components[0].restarts == 0:
-                    await asyncio.sleep(0.01)
-            assert not is_free(free_port)
-            await client.wait("engine", 20)
-            await down(second)
-    assert is_free(free_port)

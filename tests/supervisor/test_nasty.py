@@ -17,7 +17,7 @@ from atropos_tui.supervisor.processes import procfs
 from tests.supervisor.harness import alive, part, pids_in, python, ready, script, wait_until
 
 
-@pytest.mark.launchers("direct", "keeper", "remote")
+@pytest.mark.launchers("direct", "remote")
 async def test_ignores_term_is_killed_after_the_grace(launch: Any, tmp_path: Path) -> None:
     pidfile = tmp_path / "pids"
     deaf = part(
@@ -42,7 +42,7 @@ async def test_ignores_term_is_killed_after_the_grace(launch: Any, tmp_path: Pat
         assert await running.end() == 130
 
 
-@pytest.mark.launchers("direct", "keeper", "remote")
+@pytest.mark.launchers("direct", "remote")
 async def test_what_a_dead_parent_leaves_is_ended_before_it_counts_as_gone(
     launch: Any, tmp_path: Path
 ) -> None:

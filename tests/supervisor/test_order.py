@@ -28,7 +28,7 @@ def when(running: Running, component: str, state: str) -> float:
     return next(row.time for row in running.states(component) if row.new == state)
 
 
-@pytest.mark.launchers("direct", "keeper", "remote")
+@pytest.mark.launchers("direct", "remote")
 async def test_conditions_order_starts_and_the_end_is_reversed(launch: Any) -> None:
     prepare = part("prepare", python("import time; time.sleep(0.2)"), role=Role.PREPARE)
     base = part("base", probes=ready(), depends_on={"prepare": "completed"})

@@ -23,7 +23,7 @@ from atropos_tui.cluster import remote_launcher
 from atropos_tui.cluster.frames import Connection
 from atropos_tui.cluster.outbox import Beats, Outbox
 from atropos_tui.cluster.remote_launcher import StartedThere, sweep_there
-from atropos_tui.profile.spec import Place, StackError, StackSpec, check_stack
+from atropos_tui.profile.spec import Place
 from atropos_tui.supervisor.journal.store import FarEntry, ProcessTable
 from atropos_tui.supervisor.processes import procfs
 from tests.supervisor.conftest import far
@@ -418,15 +418,6 @@ async def test_a_sweep_ends_what_a_killed_node_agent_has_left(
                 os.kill(pid, signal.SIGKILL)
     broken = entry.model_copy(update={"command": ["/bin/sh", "-c", "echo no route >&2; exit 255"]})
     assert await asyncio.to_thread(sweep_there, broken, "swept") == "no route"
-
-
-def test_survive_and_other_nodes_do_not_go_together(tmp_path: Path) -> None:
-    one = far(part("one"), ["ssh", "n2"])
-    stack = StackSpec(
-        run_id="r", name="n", mode="none", run_dir=str(tmp_path), components=[one], survive=True
-    )
-    with pytest.raises(StackError, match="survive = true works on this machine only"):
-        check_stack(stack)
 
 
 async def test_beats_go_on_while_the_event_loop_waits_for_a_disk() -> None:

@@ -19,7 +19,7 @@ from atropos_tui.supervisor.component import next_delay
 from tests.supervisor.harness import QUICK, alive, part, pids_in, python, ready, script
 
 
-@pytest.mark.launchers("direct", "keeper", "remote")
+@pytest.mark.launchers("direct", "remote")
 async def test_backoff_then_failed_with_exit_3(launch: Any) -> None:
     crash = part(
         "crash",
@@ -240,7 +240,7 @@ async def test_readiness_lost_is_unhealthy_and_comes_back(
         assert running.states("wavers")[0].pid == running.states("wavers")[-1].pid
 
 
-@pytest.mark.launchers("direct", "keeper", "remote")
+@pytest.mark.launchers("direct", "remote")
 async def test_kill_counts_as_a_crash_and_takes_the_whole_set(launch: Any, tmp_path: Path) -> None:
     pidfile = tmp_path / "pids"
     async with launch(part("deaf", script("stubborn", pidfile), restart=QUICK)) as running:
@@ -261,7 +261,7 @@ async def test_kill_counts_as_a_crash_and_takes_the_whole_set(launch: Any, tmp_p
         )
 
 
-@pytest.mark.launchers("direct", "keeper", "remote")
+@pytest.mark.launchers("direct", "remote")
 async def test_clears_before_start_and_after_stop(launch: Any, tmp_path: Path) -> None:
     stale = tmp_path / "manifest.json"
     stale.write_text("of an earlier server")
@@ -345,7 +345,7 @@ async def test_stop_by_hand_keeps_the_run_and_the_component_down(launch: Any) ->
         await running.until("one", State.HEALTHY, attempt=2)
 
 
-@pytest.mark.launchers("direct", "keeper", "remote")
+@pytest.mark.launchers("direct", "remote")
 async def test_stop_signal_of_the_spec_is_the_one_sent(launch: Any) -> None:
     code = (
         "import signal,sys,time; signal.signal(signal.SIGINT, lambda *a: sys.exit(42))\n"

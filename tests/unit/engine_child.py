@@ -1,11 +1,9 @@
 """A child in the place of `python -m vllm_server`: answers `/bridge/info`, and does one thing wrong
 if told to.
 
-    python engine_child.py PORT [--exit CODE] [--deaf] [--stubborn] [--hasty] [--grandchild FILE]
+    python engine_child.py PORT [--exit CODE] [--deaf] [--stubborn] [--grandchild FILE]
 
-It prints its parent-death signal's effect to nobody: it simply lives until it is told to end. With
-ATROPOS_WAIT_FOR_GO=1 it takes its port only once it has read `go`; `--hasty` makes it end instead
-of waiting.
+It prints its parent-death signal's effect to nobody: it simply lives until it is told to end.
 """
 
 from __future__ import annotations
@@ -42,10 +40,6 @@ class Handler(BaseHTTPRequestHandler):
 
 def main(argv: list[str]) -> int:
     print("this child begins", flush=True)
-    if os.environ.get("ATROPOS_WAIT_FOR_GO") == "1" and (
-        "--hasty" in argv or sys.stdin.readline() != "go\n"
-    ):
-        return 0
     if "--exit" in argv:
         print("vllm_server: --model is wrong", flush=True)
         return int(argv[argv.index("--exit") + 1])

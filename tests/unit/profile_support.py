@@ -43,7 +43,6 @@ def valid(folder: Path) -> dict[str, Any]:
         "mode": "shared_vllm",
         "model": str(folder / "model"),
         "seed": 1,
-        "survive": False,
         "api": {
             "port": free_port(),
             "host": "127.0.0.1",

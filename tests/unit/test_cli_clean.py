@@ -102,9 +102,7 @@ def wait_until(condition: Callable[[], Any]) -> None:
 
 
 @contextlib.contextmanager
-def supervised(
-    run: RunDir, run_id: str, file: Path, *, survive: bool = False
-) -> Iterator[ForkedProcess]:
+def supervised(run: RunDir, run_id: str, file: Path) -> Iterator[ForkedProcess]:
     """A real supervisor over one component, which starts a child in a session of its own; its pid
     goes to `file`."""
     part = ComponentSpec(
@@ -118,7 +116,6 @@ def supervised(
         mode="none",
         run_dir=str(run.root),
         components=[part],
-        survive=survive,
     )
     process = nursery.supervisor(
         stack.model_dump_json(), Path(tempfile.mkdtemp(prefix="supervisor-"))
@@ -271,30 +268,6 @@ def test_stale_sockets_go_and_young_or_answering_ones_stay(
     assert sorted(path.name for path in folder.iterdir()) == ["file.sock", "live.sock"]
 
 
-def test_processes_kept_for_adoption_are_ended_only_when_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, run_id = make_run(tmp_path)
-    with supervised(run, run_id, tmp_path / "pid", survive=True) as supervisor:
-        pid = int((tmp_path / "pid").read_text())
-        wait_until(lambda: "healthy" in run.supervisor_jsonl.read_text())
-        supervisor.kill()
-        supervisor.wait()
-        wait_until(lambda: cleanup.find_dead(run.root, {}) is not None)
-        assert main.run(["clean", "--yes"]) == 0
-        said = capsys.readouterr().out
-        assert (
-            f"{run_id} keeps " in said
-            and f" for adoption: atropos-tui up --resume {run.root}" in said
-        )
-        assert lives(pid)
-        assert main.run(["runs"]) == 0
-        assert "kept: atropos-tui up --resume" in capsys.readouterr().out
-        assert main.run(["clean", "--run-dir", str(run.root)]) == Exit.USAGE and lives(pid)
-        assert main.run(["clean", "--yes", "--run-dir", str(run.root)]) == 0
-        assert not lives(pid) and cleanup.all_dead() == []
-
-
 def read_component(capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any]]:
     """What `ps --json` says of the run and of its component."""
     capsys.readouterr()
@@ -347,33 +320,6 @@ def test_readers_tell_the_truth_about_a_run_whose_supervisor_was_killed(
         for target in ("done", "ready"):
             assert main.run(["wait", "--for", target]) == Exit.COMPONENT_FAILED
             assert f"up --resume {run.root}" in capsys.readouterr().err
-
-
-def test_what_survives_a_killed_supervisor_is_shown_as_living(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, run_id = make_run(tmp_path)
-    say_the_plan(run)
-    with supervised(run, run_id, tmp_path / "pid", survive=True) as supervisor:
-        pid = int((tmp_path / "pid").read_text())
-        wait_until(lambda: "healthy" in run.supervisor_jsonl.read_text())
-        supervisor.kill()
-        supervisor.wait()
-        table = ProcessTable.load(run.journal_json)
-        assert table is not None
-        entry = table.components["x"]
-        reason, row = read_component(capsys)
-        assert f"x kept: atropos-tui up --resume {run.root} adopts them" in reason
-        assert (row["state"], row["pid"]) == ("healthy", entry.pid)
-        assert pid in row["pids"] and entry.keeper_pid not in row["pids"]
-        assert main.run(["why", "x"]) == 0
-        assert f"{entry.pid}" in capsys.readouterr().out
-        wait_until(lambda: cleanup.find_dead(run.root, {}) is not None)
-        for left in (entry.pid, pid):
-            os.kill(left, signal.SIGKILL)
-        wait_until(lambda: not lives(pid))
-        _, row = read_component(capsys)
-        assert (row["state"], row["pid"]) == ("stopped", None)
 
 
 def test_a_supervisor_that_only_does_not_answer_is_not_called_gone(

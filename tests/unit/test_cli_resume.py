@@ -61,7 +61,6 @@ RICH = {
         "a.b": {"role": "env", "command": ["echo", "${X} y", ""], "stop": {"signal": "INT"}}
     },
     "notify": {"webhook": "${HOOK}", "on": []},
-    "survive": True,
     "logs": {"max_bytes": 5},
 }
 

@@ -93,9 +93,7 @@ def test_the_parts_have_one_fate_and_the_first_alone_serves() -> None:
         and second.probes.startup is not None
     )
     (check,) = second.probes.startup.checks
-    assert (
-        isinstance(check, StageCheck) and not second.standby and second.restart.policy == "always"
-    )
+    assert isinstance(check, StageCheck) and second.restart.policy == "always"
     assert (
         parts(profile({"node": "big", "tensor_parallel": 32}))["env"]
         .env["ATROPOS_ENGINE_URLS"]
@@ -283,11 +281,6 @@ def test_machines_without_a_cluster_are_refused() -> None:
         {"machines": 2, "tensor_parallel": 2}, cluster=None, node=[], trainer={"batch_size": 16}
     )
     assert any("over 2 machines" in reason for _, reason in problems(chosen))
-
-
-def test_survive_with_several_machines_is_refused_before_anything_starts() -> None:
-    ((key, reason),) = problems(profile({"node": "big"}, survive=True))
-    assert key == "survive" and "this machine only" in reason
 
 
 def test_sixty_four_machines_with_an_engine_over_every_two_are_planned_at_once() -> None:

@@ -80,25 +80,5 @@ def test_what_a_dead_run_left_is_named_with_clean(tmp_path: Path) -> None:
         assert "atropos-tui clean" in found.way_out
 
 
-def test_what_is_kept_for_adoption_is_named_with_resume_and_the_clean_that_ends_it(
-    tmp_path: Path,
-) -> None:
-    run = tmp_path / "my run"
-    run.mkdir()
-    plan = run / "plan.json"
-    with listening(ATROPOS_RUN_ID="demo-3", ATROPOS_RUN_DIR=str(run)) as (port, _):
-        for text, survives in (
-            ('{"survive": true}', True),
-            ('{"survive": false}', False),
-            ("torn", False),
-        ):
-            plan.write_text(text)
-            found = ports.holder(port)
-            assert found is not None
-            assert (f"up --resume '{run}'" in found.way_out) is survives
-            assert (f"clean --run-dir '{run}'" in found.way_out) is survives
-            assert "atropos-tui clean" in found.way_out
-
-
 def test_a_free_port_has_no_holder() -> None:
     assert ports.holder(ports.free_port()) is None

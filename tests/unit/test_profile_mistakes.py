@@ -50,7 +50,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "the table [vllm] is there twice, in lines 5 and 7",
             "into one of them",
         ),
-        (HEAD + "survive = True\n", 5, "True is not a value", "write true"),
+        (HEAD + "seed = True\n", 5, "True is not a value", "write true"),
         (HEAD + "cwd = None\n", 5, "None is not a value", "remove the line"),
         ("name: p\nmodel: m\n", 1, "this is YAML", "write TOML"),
         ("---\nname: p\n", 1, "this is YAML", "write TOML"),
@@ -135,7 +135,6 @@ def test_contradictions_name_the_line(tmp_path: Path, capsys: pytest.CaptureFixt
         ("learning_rate = 1e-4\n", "learning_rate", "did you mean trainer.lr?"),
         ("trainr.lr = 1\n", "trainr", "did you mean trainer?"),
         ("trainer.lr = '2e-4'\n", "trainer.lr", "write it without quotes: 2e-4"),
-        ("survive = 'true'\n", "survive", "write it without quotes: true"),
         (
             "vllm.enforce-eager = true\n",
             "vllm.enforce-eager",

@@ -239,7 +239,11 @@ def test_problems_name_the_file_in_which_the_key_stands(tmp_path: Path) -> None:
             "api.port: out of range (got 70000) give a whole number from 1 to 65535",
         ),
         ({"seed": 1.5}, "seed: wrong type (got 1.5) give a whole number from 0 to 4294967295"),
-        ({"survive": "no"}, 'survive: wrong type (got "no") give true or false'),
+        (
+            {"survive": True},
+            "survive: no such key any more: components end with their supervisor remove it; after "
+            "a supervisor has died, continue its run with atropos-tui up --resume RUN",
+        ),
         (
             {"vllm": {"gpus": [0, -1]}},
             "vllm.gpus[1]: out of range (got -1) give a whole number of at least 0",

@@ -127,59 +127,6 @@ def test_a_child_that_died_is_started_again(made: Any, capsys: pytest.CaptureFix
     assert "has ended (exit code -9); starting it again" in capsys.readouterr().out
 
 
-def spare_of(lifecycle: ServerChild) -> int:
-    assert lifecycle._standby is not None
-    return lifecycle._standby.pid
-
-
-def test_the_next_server_waits_without_the_port_and_takes_over(made: Any) -> None:
-    """A restart hides what the next server imports: it began before, and goes on when the one
-    before has ended."""
-    lifecycle = made()
-    lifecycle.prepare()
-    assert lifecycle._standby is None, "there is nothing to restart yet"
-    lifecycle.ensure()
-    first = instance(lifecycle)
-    lifecycle.prepare()
-    spare = spare_of(lifecycle)
-    lifecycle.prepare()
-    assert spare_of(lifecycle) == spare and psutil.pid_exists(spare), "one is enough"
-    assert instance(lifecycle) == first, "it leaves the port alone"
-    lifecycle.restart("for the test")
-    assert instance(lifecycle) == str(spare) and gone(int(first))
-    lifecycle.prepare()
-    following = spare_of(lifecycle)
-    lifecycle.close()
-    assert gone(spare) and gone(following), "nobody stays behind"
-
-
-def test_the_next_server_takes_over_from_a_dead_one_too(made: Any) -> None:
-    lifecycle = made()
-    lifecycle.ensure()
-    lifecycle.prepare()
-    spare = spare_of(lifecycle)
-    first = int(instance(lifecycle))
-    os.kill(first, signal.SIGKILL)
-    assert gone(first)
-    lifecycle.ensure()
-    assert instance(lifecycle) == str(spare)
-
-
-def test_a_next_server_that_has_died_is_replaced(made: Any) -> None:
-    lifecycle = made("--hasty")
-    lifecycle.ensure()
-    lifecycle.prepare()
-    spare = spare_of(lifecycle)
-    assert gone(spare)
-    lifecycle.restart("for the test")
-    assert instance(lifecycle) != str(spare)
-    lifecycle.prepare()
-    second = spare_of(lifecycle)
-    assert gone(second)
-    lifecycle.prepare()
-    assert spare_of(lifecycle) != second
-
-
 def test_what_it_leaves_behind_is_killed_too(made: Any, tmp_path: Path) -> None:
     lifecycle = made("--grandchild", str(tmp_path / "pid"))
     lifecycle.ensure()
@@ -197,14 +144,12 @@ def test_a_stubborn_child_is_killed(made: Any, monkeypatch: pytest.MonkeyPatch) 
     assert gone(pid)
 
 
-@pytest.mark.parametrize("server", ["c._process", "c.prepare() or c._standby"])
-def test_servers_die_with_a_killed_trainer(tmp_path: Path, server: str) -> None:
-    """The one that serves, and the next one that waits."""
+def test_the_server_dies_with_a_killed_trainer(tmp_path: Path) -> None:
     code = (
         "import sys, threading, time; from tests.unit.test_trainer_lifecycle import Child;"
         "from trainer_core.config import TrainingConfig;"
         "c = Child(TrainingConfig.model_validate_json(sys.argv[1]), threading.Event()); c.ensure();"
-        f"print(({server}).pid, flush=True); time.sleep(600)"
+        "print(c._process.pid, flush=True); time.sleep(600)"
     )
     settings = config(tmp_path).model_dump_json(exclude_unset=True)
     trainer = subprocess.Popen(

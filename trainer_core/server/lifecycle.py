@@ -48,8 +48,6 @@ from atropos_common.system.run_dir import (
     ENV_HELD_PORT,
     ENV_HOLD_GENERATION,
     ENV_TOKEN,
-    ENV_WAIT_FOR_GO,
-    GO_LINE,
 )
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, Stopped, UsageError
@@ -145,9 +143,6 @@ class Supervised:
                         f" ({engine.reason})" if engine.reason else ""
                     )
         return None
-
-    def prepare(self) -> None:
-        """Do nothing: only the supervisor starts processes, one after the other."""
 
     def restart(self, reason: str) -> None:
         """Restart the server; return when it answers.
@@ -274,8 +269,6 @@ class ServerChild:
         self.url = f"http://127.0.0.1:{config.vllm_port}"
         self.log = Path(config.log_dir).absolute() / "vllm.log"
         self._process: subprocess.Popen[bytes] | None = None
-        self._standby: subprocess.Popen[bytes] | None = None
-        """The standby server: it imports its modules and waits for `go`."""
         self._foreign = False
         self._port: socket.socket | None = None
         """Keeps the port bound, so that no other user takes it between two servers."""
@@ -308,13 +301,6 @@ class ServerChild:
             return
         self._start()
 
-    def prepare(self) -> None:
-        """Start a standby server, which makes the next restart faster. Returns at once."""
-        if self._process is None or (self._standby is not None and self._standby.poll() is None):
-            return
-        # It waits before it binds the port, which the current server still has.
-        self._standby = self._spawn(waits=True)
-
     def restart(self, reason: str) -> None:
         """End the server and start a new one; raises as `ensure` does.
 
@@ -334,9 +320,6 @@ class ServerChild:
     def close(self) -> None:
         """End all processes started here."""
         self._end()
-        standby, self._standby = self._standby, None
-        if standby is not None:
-            _kill_session(standby)
         if self._port is not None:
             self._port.close()
             self._port = None
@@ -373,7 +356,7 @@ class ServerChild:
         return self._port is not None
 
     def _start(self) -> None:
-        self._process = self._release_standby() or self._spawn()
+        self._process = self._spawn()
         print(f"Starting the inference server (pid {self._process.pid}), which logs to {self.log}")
         try:
             self._await(self._process)
@@ -382,12 +365,11 @@ class ServerChild:
             self._end()
             raise
 
-    def _spawn(self, *, waits: bool = False) -> subprocess.Popen[bytes]:
-        """Start a server process; with `waits`, a standby server that stops after its imports."""
+    def _spawn(self) -> subprocess.Popen[bytes]:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         # Trainer and server read the same token from their environment; a restart keeps it.
         token = os.environ.setdefault(ENV_TOKEN, secrets.token_urlsafe(24))
-        env = self._environment() | {ENV_TOKEN: token} | ({ENV_WAIT_FOR_GO: "1"} if waits else {})
+        env = self._environment() | {ENV_TOKEN: token}
         with self.log.open("ab") as out:
             return subprocess.Popen(
                 [
@@ -400,27 +382,12 @@ class ServerChild:
                     *self.command(),
                 ],
                 env=env,
-                stdin=subprocess.PIPE if waits else subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
                 # A session of its own, so that one signal reaches all of vLLM's processes.
                 start_new_session=True,
             )
-
-    def _release_standby(self) -> subprocess.Popen[bytes] | None:
-        """Start the standby server's engine and return its process; None without a live standby
-        server."""
-        standby, self._standby = self._standby, None
-        if standby is None:
-            return None
-        assert standby.stdin is not None
-        try:
-            with standby.stdin as pipe:
-                pipe.write(GO_LINE)
-        except BrokenPipeError:  # the standby server has died; start a fresh one
-            _kill_session(standby)
-            return None
-        return standby
 
     def command(self) -> list[str]:
         """Command line of the server."""
@@ -454,7 +421,6 @@ class ServerChild:
         env = self._inherited | held | {"LOGDIR": str(self.log.with_name("vllm-bridge"))}
         # An inherited path would override LOGDIR.
         env.pop("VLLM_BRIDGE_CONFIG_PATH", None)
-        env.pop(ENV_WAIT_FOR_GO, None)
         if self.config.vllm_gpu is not None:
             env["CUDA_VISIBLE_DEVICES"] = str(self.config.vllm_gpu)
         return env

@@ -148,7 +148,6 @@ class LoraRestart(LoraSwap):
                 self._save()
             self._restart(clock)
             self._forget()
-        self.lifecycle.prepare()
         return due
 
     def _restart(self, clock: Phases) -> None:

@@ -79,21 +79,12 @@ def leftovers() -> Iterator[Check]:
     """One check for each dead run with remains."""
     found = cleanup.all_dead()
     for run in found:
-        if run.is_adoptable:  # kept on purpose (`survive = true`): `clean` asks before it ends them
-            fix = (
-                f"atropos-tui up --resume {run.root} adopts them; clean --run-dir {run.root} "
-                f"ends them"
-            )
-            yield warn(
-                f"run {run.run_id}", f"{run.count_text} kept for adoption, no supervisor", fix
-            )
-        else:
-            said = ", ".join(
-                part for part in (run.count_text, f"{len(run.files)} files", run.group) if part
-            )
-            yield warn(
-                f"run {run.run_id}", f"its supervisor is gone and left {said}", "atropos-tui clean"
-            )
+        said = ", ".join(
+            part for part in (run.count_text, f"{len(run.files)} files", run.group) if part
+        )
+        yield warn(
+            f"run {run.run_id}", f"its supervisor is gone and left {said}", "atropos-tui clean"
+        )
     unlisted = cleanup.unlisted()
     for run in unlisted:
         said = (

@@ -48,12 +48,11 @@ def clean(options: argparse.Namespace) -> int:
     run = options.run or options.run_dir
     named = run is not None
     found = [_named(run)] if named else all_dead()
-    kept = [] if named else [run for run in found if run.is_adoptable]
-    chosen = [run for run in found if run not in kept and not run.is_clean]
+    chosen = [run for run in found if not run.is_clean]
     # Sockets of dead runs are listed with their run, all others below it.
     of_runs = {path for run in found for path in run.files}
     sockets = [] if named else [path for path in stale_sockets() if path not in of_runs]
-    print(_report(chosen, kept, sockets), flush=True)
+    print(_report(chosen, sockets), flush=True)
     if not named and (unknown := unlisted()):
         print("processes of unlisted runs; name a run to end them:")
         for run in unknown:
@@ -65,12 +64,6 @@ def clean(options: argparse.Namespace) -> int:
         return Exit.DONE
     if (chosen or sockets) and not options.yes and not _confirmed("end and remove these?"):
         chosen, sockets = [], []
-    if kept and not options.yes and sys.stdin.isatty():
-        chosen += [
-            run
-            for run in kept
-            if _confirmed(f"also end the processes that {run.run_id} keeps for adoption?")
-        ]
     codes = [_clean_run(run) for run in chosen]
     for path in sockets:
         path.unlink(missing_ok=True)
@@ -100,17 +93,12 @@ def _named(run_dir: Path) -> DeadRun:
     return found
 
 
-def _report(chosen: list[DeadRun], kept: list[DeadRun], sockets: list[Path]) -> str:
+def _report(chosen: list[DeadRun], sockets: list[Path]) -> str:
     lines = []
     for run in chosen:
         lines += [f"{run.run_id}  {run.root}", *_contents(run)]
     if sockets:
         lines += ["sockets without a listener", *(f"  file     {path}" for path in sockets)]
-    for run in kept:
-        lines.append(
-            f"{run.run_id} keeps {run.count_text} for adoption: atropos-tui up --resume {run.root}"
-        )
-        lines += _contents(run)
     return "\n".join(lines) or "no run left anything behind"
 
 
@@ -209,11 +197,6 @@ class DeadRun:
     @property
     def count_text(self) -> str:
         return counted(len(self.processes), "process")
-
-    @property
-    def is_adoptable(self) -> bool:
-        """True if components are kept for the next supervisor (`survive = true`)."""
-        return any(process.adoptable for process in self.processes)
 
 
 def find_dead(root: Path, info: dict[str, Any]) -> DeadRun | None:

@@ -375,5 +375,4 @@ def _crashed(entry: runs.RunEntry) -> str:
         return "live"  # its supervisor starts or ends right now
     if not found.processes:
         return "crashed"
-    then = "kept: atropos-tui up --resume" if found.is_adoptable else "left: atropos-tui clean"
-    return f"crashed, {found.count_text} {then}"
+    return f"crashed, {found.count_text} left: atropos-tui clean"

@@ -361,24 +361,14 @@ def without_result(run: RunDir, status: RunStatus) -> RunStatus:
             update={"phase": Phase.RUNNING, "supervisor_pid": pid, "reason": reason}
         )
     mains = {name: entry.pid for name, entry in table.components.items()} if table else {}
-    # A keeper is our own process beside a component that outlives the supervisor; do not count it.
-    keepers = {entry.keeper_pid for entry in table.components.values()} if table else set()
     rows = [
-        _present(
-            row, mains.get(row.name), [one for one in found if one.component == row.name], keepers
-        )
+        _present(row, mains.get(row.name), [one for one in found if one.component == row.name])
         for row in status.components
     ]
     reason = GONE + _last_heard(status)
-    # In order of importance: a copy says nothing about processes, and kept ones can be adopted.
+    # A copy says nothing about processes.
     if original := run_elsewhere(run, run_id):
         reason = f"this folder is a copy: {run_id} runs in {original}"
-    elif kept := [
-        row.name
-        for row in rows
-        if any(one.adoptable and one.component == row.name for one in found)
-    ]:
-        reason += f"; {', '.join(kept)} kept: atropos-tui up --resume {run.root} adopts them"
     elif found:
         reason += (
             f"; {counted(len(found), 'process')} left: atropos-tui clean ends what its guard "
@@ -398,23 +388,14 @@ def _last_heard(status: RunStatus) -> str:
     )
 
 
-def _present(
-    row: ComponentStatus, main: int | None, found: list[Leftover], keepers: set[int]
-) -> ComponentStatus:
-    pids = sorted(one.pid for one in found if one.pid not in keepers)
-    if pids:
-        kept = any(one.adoptable for one in found)
-        reason = (
-            "kept for the next supervisor: up --resume" if kept else "left without a supervisor"
-        )
-        living = {"pid": main if main in pids else pids[0], "pids": pids, "reason": reason}
-        return row.model_copy(update=living if kept else living | {"state": State.UNHEALTHY})
+def _present(row: ComponentStatus, main: int | None, found: list[Leftover]) -> ComponentStatus:
+    if pids := sorted(one.pid for one in found):
+        living = {"pid": main if main in pids else pids[0], "pids": pids}
+        reason = "left without a supervisor"
+        return row.model_copy(update=living | {"reason": reason, "state": State.UNHEALTHY})
     if row.state.is_resting:
         return row
-    if found:  # only its keeper is left
-        reason = "ended without a supervisor: up --resume reads how"
-    else:
-        reason = "was never started" if row.started_at is None else "gone with the supervisor"
+    reason = "was never started" if row.started_at is None else "gone with the supervisor"
     return row.model_copy(
         update={"state": State.STOPPED, "reason": reason, "pid": None, "pids": []}
     )

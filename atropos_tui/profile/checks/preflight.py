@@ -290,7 +290,7 @@ def _taken_ports(site: Site) -> Iterator[Problem]:
         if port in elsewhere or ports.is_free(port):
             continue
         holder = ports.holder(port)
-        # A process of this run itself is adopted or stopped when the run resumes.
+        # A process of this run itself is stopped when the run resumes.
         if holder is None or holder.run_id != site.run_id:
             key = site.profile.short_key(key)
             yield Problem(

@@ -183,21 +183,8 @@ class ProcessEntry(Entry, frozen=True):
     group: str = ""
     clears: list[str] = Field(default_factory=list)
     """Files to delete when it ends."""
-    sessions: dict[int, int] = Field(default_factory=dict)
-    """Its descendants' sessions: id -> start ticks of the leader."""
-    keeper: str = ""
-    """Address of the keeper that holds it while no supervisor runs (`survive`)."""
-    keeper_pid: int = 0
-    keeper_ticks: int = 0
-    digest: str = ""
-    """Digest of its launch, to detect a changed plan."""
     far: FarEntry | None = None
     """The component, if this process only connects to another node."""
-    proven: bool = False
-    seen: list[str] = Field(default_factory=list)
-    """Patterns of log checks and stages that have matched."""
-    stages: dict[str, float] = Field(default_factory=dict)
-    """Stage -> Unix time."""
 
 
 class ProcessTable(Kept):
@@ -208,8 +195,6 @@ class ProcessTable(Kept):
     components: dict[str, ProcessEntry] = Field(default_factory=dict)
     group: str = ""
     """Control group of the run, if it has one."""
-    done: list[str] = Field(default_factory=list)
-    """Completed one-shot steps, not repeated when components are adopted."""
     written_at: float = Field(0.0, exclude=True)
     """Unix time of the file; set by `load`."""
 

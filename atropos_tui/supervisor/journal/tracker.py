@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,9 +32,7 @@ class _Tracked:
 
     leader: int
     group: str
-    known: set[tuple[int, int]]
-    led: dict[int, int]
-    """Sessions that members lead: id -> start ticks."""
+    known: set[tuple[int, int]] = field(default_factory=set)
     shared: set[str] = field(default_factory=set)
 
 
@@ -45,24 +43,14 @@ class Tracker:
         self._run_id = run_id
         self._run = f"{ENV_RUN_ID}={run_id}".encode()
         self._tracked: dict[str, _Tracked] = {}
-        self._aside: dict[str, int] = {}
         self._lock = threading.Lock()
         self._looking = threading.Lock()
         self._looked = 0.0
         self._table: dict[int, procfs.Proc] = {}
         self._children: dict[int, list[int]] = {}
 
-    def add(
-        self, name: str, leader: int, group: str = "", sessions: Mapping[int, int] | None = None
-    ) -> None:
-        """`sessions`: further sessions known to an earlier supervisor -> start ticks."""
-        if self._aside.get(name) == leader:
-            del self._aside[name]
-        led = dict(sessions or {})
-        self._tracked[name] = _Tracked(leader, group, set(led.items()), led)
-
-    def set_aside(self, name: str, session: int) -> None:
-        self._aside[name] = session
+    def add(self, name: str, leader: int, group: str = "") -> None:
+        self._tracked[name] = _Tracked(leader, group)
 
     def remove(self, name: str) -> None:
         self._tracked.pop(name, None)
@@ -80,12 +68,6 @@ class Tracker:
         with self._lock:
             one = self._tracked.get(name)
             return set(one.shared) if one else set()
-
-    def sessions(self, name: str) -> dict[int, int]:
-        """Sessions that members led at the last survey: id -> start ticks."""
-        with self._lock:
-            one = self._tracked.get(name)
-            return dict(one.led) if one else {}
 
     def members(self, name: str) -> list[procfs.Proc]:
         """Live processes of one component."""
@@ -136,10 +118,8 @@ class Tracker:
         if one is None:
             return []
         pids = (procfs.with_descendants(table, seeds, children) & table.keys()) - {os.getpid()}
-        aside = self._aside.get(name)
-        alive = [table[pid] for pid in pids if table[pid].alive and table[pid].session != aside]
+        alive = [table[pid] for pid in pids if table[pid].alive]
         one.known = {row.key for row in alive}
-        one.led = {row.pid: row.ticks for row in alive if row.pid == row.session}
         return alive
 
     def strays(self, since_ticks: int) -> list[procfs.Proc]:
@@ -195,8 +175,6 @@ class Leftover:
     """Start time in clock ticks; with the pid it identifies the process."""
     component: str
     command: str
-    adoptable: bool = False
-    """Its component has a keeper: `up --resume` adopts it."""
 
 
 def find_leftovers(
@@ -211,17 +189,11 @@ def find_leftovers(
     """
     # Pids and ticks of an earlier boot mean nothing now.
     boot = procfs.boot_id()
-    entries = {
-        name: entry
-        for name, entry in (table.components if table else {}).items()
-        if entry.boot_id == boot
-    }
+    known = table.components.values() if table else ()
+    entries = [entry for entry in known if entry.boot_id == boot]
     sessions: dict[int, int] = {}
-    keepers: dict[int, str] = {}
-    for name, entry in entries.items():
-        sessions |= entry.sessions | {entry.pgid: entry.ticks}
-        if entry.keeper and procfs.lives(entry.keeper_pid, entry.keeper_ticks):
-            keepers[entry.keeper_pid] = name
+    for entry in entries:
+        sessions |= {entry.pgid: entry.ticks}
     found = []
     # Session ids of the table may have been reused by later processes.
     known_until = (
@@ -231,9 +203,8 @@ def find_leftovers(
     for row in procfs.run_members(
         run_id, sessions, {os.getpid()}, _group(run_id, table), known_until, counts
     ):
-        name = keepers.get(row.pid) or procfs.environ(row.pid).get(ENV_COMPONENT, "")
-        command = f"keeper of {name}" if row.pid in keepers else _command(row.pid)
-        found.append(Leftover(row.pid, row.ticks, name, command, name in keepers.values()))
+        name = procfs.environ(row.pid).get(ENV_COMPONENT, "")
+        found.append(Leftover(row.pid, row.ticks, name, _command(row.pid)))
     return found
 
 
@@ -254,29 +225,15 @@ def supervisor_alive(table: ProcessTable) -> bool:
 
 
 def reap_leftovers(
-    run_id: str,
-    table: ProcessTable | None = None,
-    *,
-    root: Path | None = None,
-    spared: Callable[[], set[int]] | None = None,
+    run_id: str, table: ProcessTable | None = None, *, root: Path | None = None
 ) -> list[Leftover]:
     """Kill the processes of `find_leftovers` until none is found; blocks up to `REAP_S` seconds.
-
-    Args:
-        spared: returns pids to leave alive; called after every scan.
 
     Returns:
         The processes of the first scan.
     """
-
-    def look() -> list[Leftover]:
-        found = find_leftovers(run_id, table, root)
-        spare = spared() if spared and found else set()
-        return [one for one in found if one.pid not in spare]
-
-    # A control group is killed as a whole, which would include spared processes.
-    group = "" if spared else _group(run_id, table)
-    first = found = look()
+    group = _group(run_id, table)
+    first = found = find_leftovers(run_id, table, root)
     deadline = time.monotonic() + REAP_S
     while found and time.monotonic() < deadline:
         for leftover in found:
@@ -287,7 +244,7 @@ def reap_leftovers(
         if group:
             procfs.kill_group(group)  # includes children forked since the scan
         time.sleep(0.01)
-        found = look()
+        found = find_leftovers(run_id, table, root)
     procfs.remove_group(group)
     return first
 

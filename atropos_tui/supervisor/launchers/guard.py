@@ -1,7 +1,7 @@
 """The guard: a process that kills the rest of a run after the supervisor has died, and then exits.
 
     python -I -S -c '... from atropos_tui.supervisor.launchers.guard import main; main()' ROOT FD
-    RUN_ID GROUP E|K
+    RUN_ID GROUP
 
 Children of a killed supervisor die by their parent-death signal; their descendants and
 double-forked processes do not. The guard reads notes from a pipe:
@@ -9,12 +9,9 @@ double-forked processes do not. The guard reads notes from a pipe:
 - `S SESSION TICKS`, `F SESSION`: a session of the run has started, is gone.
 - `C PATH`, `D PATH`: remove the file with the run, keep it.
 - `M PATH`: processes of the run have mapped this file in /dev/shm.
-- `A PATH`: remove the file with the supervisor.
-- `E`: the run is being ended.
 
 At end of file it kills the run's control group, the processes with the run id in their environment,
-those of the sessions, and all descendants; then it removes the files. With `K` (before `E`),
-components survive the supervisor: the guard removes only the files of `A`.
+those of the sessions, and all descendants; then it removes the files.
 
 `Guard` is the supervisor's side: it starts the process, sends notes, and replaces a dead guard. Its
 imports are local, because the process must stay small.
@@ -61,21 +58,15 @@ def sweep(run_id: str, sessions: dict[int, int], exclude: set[int], group: str =
 
 
 class Notes:
-    def __init__(self, keep: bool) -> None:
-        self.keep = keep
+    def __init__(self) -> None:
         self.sessions: dict[int, int] = {}
         self.files: set[bytes] = set()
         """Files to remove with the components."""
-        self.own: set[bytes] = set()
         self.shared: set[str] = set()
 
     def read(self, line: bytes) -> None:
         kind, _, rest = line.rstrip(b"\n").partition(b" ")
-        if kind == b"E":
-            self.keep = False
-        elif kind == b"A":
-            self.own.add(rest)
-        elif kind == b"C":
+        if kind == b"C":
             self.files.add(rest)
         elif kind == b"D":
             self.files.discard(rest)
@@ -88,9 +79,9 @@ class Notes:
             self.sessions.pop(int(rest), None)
 
 
-def follow(descriptor: int, keep: bool) -> Notes:
+def follow(descriptor: int) -> Notes:
     """Read notes until the supervisor is gone."""
-    notes = Notes(keep)
+    notes = Notes()
     with open(descriptor, "rb") as pipe:
         for line in pipe:
             # A supervisor killed in mid-write leaves a torn last line.
@@ -115,13 +106,12 @@ def main() -> None:
     # Only the end of the pipe ends the guard: Ctrl-C reaches the whole terminal.
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
-    notes = follow(int(sys.argv[1]), sys.argv[4] == "K")
-    if not notes.keep:
-        sweep(sys.argv[2], notes.sessions, {os.getpid()}, sys.argv[3])
-        procfs.remove_group(sys.argv[3])
-        # After the kill, when only other users' processes may still map these files.
-        procfs.remove_unused(notes.shared)
-    for path in notes.own if notes.keep else notes.own | notes.files:
+    notes = follow(int(sys.argv[1]))
+    sweep(sys.argv[2], notes.sessions, {os.getpid()}, sys.argv[3])
+    procfs.remove_group(sys.argv[3])
+    # After the kill, when only other users' processes may still map these files.
+    procfs.remove_unused(notes.shared)
+    for path in notes.files:
         remove(path)
 
 
@@ -135,7 +125,6 @@ class Guard:
         lock: descriptor of the run directory's lock.
         group: the run's control group; "" if it has none.
         own: files to remove with the supervisor.
-        keep: components survive a killed supervisor.
         on_trouble: called with the problem if the guard does not stay alive, and with "" once it
             does.
     """
@@ -147,19 +136,15 @@ class Guard:
         *,
         group: str = "",
         own: Iterable[Path] = (),
-        keep: bool = False,
         on_trouble: Callable[[str], None] = lambda _: None,
     ) -> None:
         import asyncio
 
         self._loop = asyncio.get_running_loop()
         self._run_id, self._lock, self.group = run_id, lock, group
-        # Notes end at a newline, so such a path cannot be sent.
-        self._own = [str(path) for path in own if "\n" not in str(path)]
-        self.keeps = keep
-        """The components would survive if the supervisor died now."""
         self._sessions: dict[int, int] = {}
-        self._files: set[str] = set()
+        # Notes end at a newline, so such a path cannot be sent.
+        self._files = {str(path) for path in own if "\n" not in str(path)}
         self._shared: set[str] = set()
         self._deaths = 0
         self._on_trouble = on_trouble
@@ -176,7 +161,7 @@ class Guard:
         reading, self._pipe = os.pipe2(os.O_CLOEXEC)
         # A stopped guard must never block the supervisor's event loop.
         os.set_blocking(self._pipe, False)
-        arguments = [str(reading), self._run_id, self.group, "K" if self.keeps else "E"]
+        arguments = [str(reading), self._run_id, self.group]
         try:
             self._popen: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, *bare(__name__), *arguments],
@@ -202,8 +187,6 @@ class Guard:
         procfs.SPAWNED.add(self._popen.pid)
         self._pidfd = os.pidfd_open(self._popen.pid)
         self._loop.add_reader(self._pidfd, self._died)
-        for path in self._own:
-            self._note(f"A {path}")
         for session, ticks in self._sessions.items():
             self._note(f"S {session} {ticks}")
         for path in self._files:
@@ -267,12 +250,6 @@ class Guard:
             self._unsent = b""
         if not self._unsent:
             self._loop.remove_writer(self._pipe)
-
-    def end_keeping(self) -> None:
-        """End the survival of components, because the run is ending."""
-        if self.keeps:
-            self.keeps = False
-            self._note("E")
 
     def remember(self, session: int, ticks: int) -> None:
         if self._sessions.get(session) != ticks:

@@ -1,7 +1,6 @@
 """Start of a run's processes on this machine, and the state that they share.
 
-`Launcher` is the interface. `DirectLauncher` starts components that die with the supervisor;
-`keeper_launcher.KeeperLauncher` (`survive = true`) starts them by a keeper that outlives it. `Host`
+`Launcher` is the interface; `DirectLauncher` starts components that die with the supervisor. `Host`
 holds the shared state of a run's components: launcher, held ports, GPU memory, process membership,
 guard, and `journal.json`. It writes no state of a component.
 """
@@ -14,7 +13,7 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ import httpx
 from atropos_common.net.http import LIMITS
 from atropos_common.net.ports import hold
 from atropos_common.protocol.control import GpuStatus, NodeStatus
-from atropos_common.system.run_dir import ENV_WAIT_FOR_GO, GO_LINE, RunDir
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.diagnoses import Names
 from atropos_tui.gpu import Nvml, given_here
 from atropos_tui.profile import ports
@@ -37,7 +36,6 @@ from atropos_tui.supervisor.processes import procfs
 from atropos_tui.supervisor.processes.launch import Launch, prepare
 from atropos_tui.supervisor.processes.logs import LogDrain, LogFile
 from atropos_tui.supervisor.processes.process import (
-    Child,
     LaunchError,
     Leader,
     make_scratch,
@@ -66,26 +64,11 @@ class Living:
     log: LogDrain
     launch: Launch
     entry: ProcessEntry
-    waited: bool = False
-
-
-@dataclass(frozen=True)
-class Inherited:
-    """A component that an earlier supervisor started and this one adopts."""
-
-    entry: ProcessEntry
-    changed: bool
-    """Its plan has changed, so it must be restarted."""
 
 
 class Launcher:
-    """Starts or adopts the components of one run. The defaults fit a launcher without other nodes,
-    adoption or standby."""
+    """Starts the components of one run. The defaults fit a launcher without other nodes."""
 
-    adoptable = False
-    """The next supervisor can adopt what this launcher starts."""
-    inherited: Mapping[str, Inherited] = {}
-    """Components that an earlier supervisor left."""
     on_far: Callable[[str, FarEntry], None]
     """Called when a component is up on another node."""
 
@@ -108,25 +91,6 @@ class Launcher:
         """
         raise NotImplementedError
 
-    def adopt(self, name: str, on_exit: OnExit, on_problem: OnProblem) -> Living:
-        """Adopt a component of `inherited`."""
-        raise KeyError(name)
-
-    def prepare(self, spec: ComponentSpec, attempt: int, launch: Launch) -> int | None:
-        """Start a standby process for `attempt`, to make that start faster; None if this is not
-        supported.
-
-        Returns:
-            Its pid, which is its session.
-
-        Raises:
-            OSError: it cannot be started.
-        """
-        return None
-
-    def drop_next(self, name: str | None = None) -> None:
-        """Discard the standby process of `name`; None: of every component."""
-
     async def usage(self) -> dict[str, Usage]:
         return {}
 
@@ -138,40 +102,7 @@ class Launcher:
         return {}
 
     def close(self) -> None:
-        self.drop_next()
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A standby process: it has imported everything and waits for the line `go`.
-
-    It is not a member of the component yet (`Tracker.set_aside`), does not listen, and dies with
-    the supervisor. Its output stays in the pipe, because the log belongs to the running attempt.
-    """
-
-    attempt: int
-    launch: Launch
-    """Launch of the attempt; the standby process is useless if it has changed by then."""
-    child: Child
-    output: int
-    """Read end of the pipe with its stdout and stderr."""
-    word: int
-
-    def is_for(self, attempt: int, launch: Launch) -> bool:
-        return self.attempt == attempt and self.launch == launch and self.child.exit_code is None
-
-    def discard(self) -> None:
-        os.close(self.word)
-        os.close(self.output)
-        self.child.abandon()
-
-    def go(self) -> bool:
-        """Send `go`; return False if the process has exited."""
-        try:
-            os.write(self.word, GO_LINE)
-        except BrokenPipeError:
-            return False
-        return self.child.exit_code is None
+        """Release everything; nothing starts after this."""
 
 
 class DirectLauncher(Launcher):
@@ -183,7 +114,6 @@ class DirectLauncher(Launcher):
             stack.logs.max_bytes,
             group,
         )
-        self._waiting: dict[str, Waiting] = {}
 
     def start(
         self,
@@ -196,60 +126,19 @@ class DirectLauncher(Launcher):
         file = LogFile(self._run.log(spec.name, attempt), self._max_bytes)
         group = procfs.part_group(self._group, spec.name, attempt)
         try:
-            waited = self._take(spec.name, attempt, launch)
-            child, pipe = waited or spawn(launch.command, launch.env, launch.cwd, group=group)
+            child, pipe = spawn(launch.command, launch.env, launch.cwd, group=group)
         except OSError:
             file.close()
             raise
-        # A standby process becomes a component only now.
         child.begin(lambda _: on_exit())
         entry = entry_of(child.pid, child.ticks, attempt, launch, group)
-        return Living(
-            child, LogDrain(pipe, file, on_problem), launch, entry, waited=waited is not None
-        )
-
-    def _take(self, name: str, attempt: int, launch: Launch) -> tuple[Child, int] | None:
-        found = self._waiting.pop(name, None)
-        if found is None:
-            return None
-        if not found.is_for(attempt, launch) or not found.go():
-            found.discard()
-            return None
-        # The standby process reads its stdin only for `go`.
-        os.close(found.word)
-        return found.child, found.output
-
-    def prepare(self, spec: ComponentSpec, attempt: int, launch: Launch) -> int | None:
-        there = self._waiting.get(spec.name)
-        if there and there.is_for(attempt, launch):
-            return there.child.pid
-        self.drop_next(spec.name)
-        group = procfs.part_group(self._group, spec.name, attempt)
-        # Standby processes read `go` from their stdin, and exit at its end if this process dies.
-        listening, word = os.pipe2(os.O_CLOEXEC)
-        try:
-            env = launch.env | {ENV_WAIT_FOR_GO: "1"}
-            child, output = spawn(launch.command, env, launch.cwd, group=group, stdin=listening)
-        except OSError:
-            os.close(word)
-            raise
-        finally:
-            os.close(listening)
-        self._waiting[spec.name] = Waiting(attempt, launch, child, output, word)
-        return child.pid
-
-    def drop_next(self, name: str | None = None) -> None:
-        for each in list(self._waiting) if name is None else [name]:
-            if found := self._waiting.pop(each, None):
-                found.discard()
+        return Living(child, LogDrain(pipe, file, on_problem), launch, entry)
 
 
 class HeldPorts:
     """Ports that a run holds for its components, from before the first start until after the last.
 
-    A port that cannot be held now is tried again when its component ends, and before each start. A
-    port on which an adopted component (`survive`) listens cannot be shared: it is held from that
-    component's end on.
+    A port that cannot be held now is tried again when its component ends, and before each start.
     """
 
     def __init__(self, components: Iterable[ComponentSpec]) -> None:
@@ -367,7 +256,6 @@ class Host:
     Args:
         socket: path of the control socket, as the components know it.
         token: the run's token.
-        table: journal entries of the adopted components.
     """
 
     def __init__(
@@ -377,7 +265,6 @@ class Host:
         launcher: Launcher,
         socket: str,
         token: str,
-        table: ProcessTable | None,
     ) -> None:
         self.stack, self.guard, self.launcher = stack, guard, launcher
         self._socket, self._token = socket, token
@@ -387,24 +274,17 @@ class Host:
         self.ports = HeldPorts(stack.components)
         # For health checks on this machine: no proxy, no certificates.
         self.http = httpx.AsyncClient(limits=LIMITS, trust_env=False, verify=False)
-        self.table = table or ProcessTable(run_id=stack.run_id)
+        self.table = ProcessTable(run_id=stack.run_id)
         self.table.supervisor, self.table.group = entry_of(os.getpid()), guard.group
         self._journal = RunDir(Path(stack.run_dir)).journal_json
         self._gpus_of = {spec.name: spec.gpus for spec in stack.components if not spec.is_far}
         launcher.on_far = self._note_far
-        self._ending = self._unwritten = False
+        self._unwritten = False
         self.table.write(self._journal)
 
     async def close(self) -> None:
         await self.http.aclose()
         self.ports.close()
-
-    def end(self) -> None:
-        """Begin the end of the run: from here on nothing survives the supervisor, and standby
-        processes go."""
-        self._ending = True
-        self.guard.end_keeping()
-        self.launcher.drop_next()
 
     def launch(self, spec: ComponentSpec, attempt: int) -> Launch:
         """Raises:
@@ -446,31 +326,12 @@ class Host:
         self._enter(spec.name, living)
         return living
 
-    def adopt(self, name: str, on_exit: OnExit, on_problem: OnProblem) -> Living:
-        """Adopt component `name` of an earlier supervisor."""
-        living = self.launcher.adopt(name, on_exit, on_problem)
-        self._enter(name, living)
-        return living
-
-    def prepare_next(self, spec: ComponentSpec, attempt: int) -> None:
-        """Start a standby process, if the component has `standby`. Errors are ignored: the start
-        itself will report them."""
-        if spec.standby and not self._ending and not spec.is_far:
-            with contextlib.suppress(LaunchError, OSError):
-                launch = self.launch(spec, attempt)
-                make_scratch(launch.scratch)
-                self.guard.clear(launch.leaves)
-                if pid := self.launcher.prepare(spec, attempt, launch):
-                    self.tracker.set_aside(spec.name, pid)
-
     def _enter(self, name: str, living: Living) -> None:
         entry = living.entry
         # The guard must know the session before the component can start children.
-        for session, ticks in {**entry.sessions, entry.pid: entry.ticks}.items():
-            self.guard.remember(session, ticks)
+        self.guard.remember(entry.pid, entry.ticks)
         if entry.far is None:
-            self.tracker.add(name, entry.pid, entry.group, entry.sessions)
-            self.guard.clear(living.launch.leaves)  # needed for an adopted component as well
+            self.tracker.add(name, entry.pid, entry.group)
         self.table.components[name] = entry
         self._write_soon()
 
@@ -491,12 +352,9 @@ class Host:
             )
             self._write_soon()
 
-    def leave(self, spec: ComponentSpec, child: Leader, launch: Launch, *, done: bool) -> None:
+    def leave(self, spec: ComponentSpec, child: Leader, launch: Launch) -> None:
         """Clean up after a component of which no process is left: reap it, drop its entries, remove
         its files, hold its port again.
-
-        Args:
-            done: a completed step, which is not repeated beside adopted components.
 
         Raises:
             OSError: a file that must not outlive it cannot be removed; everything else is done.
@@ -508,8 +366,6 @@ class Host:
         # The guard must not delete files of the next attempt.
         self.guard.cleared(launch.leaves)
         procfs.remove_group(entry.group, GROUP_PATIENCE_S)
-        if done:
-            self.table.done = [*self.table.done, spec.name]
         self.table.write(self._journal)
         try:
             if entry.far is None:
@@ -517,16 +373,6 @@ class Host:
         finally:
             # The port again before anything else can take it.
             self.ports.hold(spec)
-
-    def note_progress(self, name: str, found: Mapping[str, Any]) -> None:
-        """Journal fields of the component's `ProcessEntry` that an adopting supervisor cannot find
-        out."""
-        entry = self.table.components.get(name)
-        if entry is not None:
-            new = entry.model_copy(update={**found, "sessions": self.tracker.sessions(name)})
-            if new != entry:
-                self.table.components[name] = new
-                self.table.write(self._journal)
 
     def shares_with(self, name: str) -> Callable[[int], bool]:
         """True for a card that another live component uses."""
