@@ -12,7 +12,7 @@ import pytest
 from atropos_tui.cli import main
 from atropos_tui.errors import Exit, Problem
 from atropos_tui.profile.budget.memory import take_inventory
-from atropos_tui.profile.checks.consistency import vllm_flags
+from atropos_tui.profile.checks import vllm_flags
 from atropos_tui.profile.checks.env_checks import (
     environment_faults,
     environment_files,
