@@ -1,17 +1,8 @@
 """Auth middleware of the server, in front of every route.
 
 It checks the Host header, the key and the token, limits bodies, holds generation until the first
-weights, and counts requests for completions.
-
-Closed by default: a path that is not known to be harmless needs the token. A route that a later
-vLLM adds is therefore a control route.
-
-When the engine is gone (the server is stopping, or the engine process died), every failing route
-answers 503 with that reason; vLLM itself would answer 400 or 500.
-
-`/metrics` shows the request counts beside vLLM's own, and `/bridge/info` reports the idle seconds
-to the trainer. Requests that wait for the hold do not count as in flight; a pause does not count as
-idle.
+weights, and counts requests for completions. A path that is not known to be harmless needs the
+token.
 """
 
 from __future__ import annotations
@@ -48,12 +39,12 @@ from vllm_server.versions import BridgeState
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
+# Bytes of a request body; a prompt of a million tokens is 7 MB of JSON.
 MAX_BODY = 32 * 1024 * 1024
-"""Largest request body in bytes; a prompt of a million tokens is 7 MB of JSON."""
+# Bytes of all bodies that wait for the first weights, and of all that arrive at a time over
+# connections of other users and machines.
 MAX_HELD = 8 * MAX_BODY
-"""Limit in bytes for all bodies that wait for the first weights."""
 MAX_FOREIGN = 2 * MAX_BODY
-"""Bytes of all request bodies together that arrive over connections of other users and machines."""
 
 Kind = Literal["open", "generation", "control"]
 
@@ -74,11 +65,10 @@ _OPEN = frozenset(
         "/openapi.json",
     }
 )
+# The supervisor polls these without a key, because another process may hold the port.
 _HEALTH = frozenset({"/health", "/health_generate", "/ping", "/version"})
-"""Health routes: the supervisor polls them without a key, because another process may hold the
-port."""
+# Open routes that take the engine's or the API server's time, as generation does.
 _COSTLY = frozenset({"/health_generate", "/tokenize", "/detokenize"})
-"""Open routes that take the engine's or the API server's time, as generation does."""
 _GENERATION = frozenset(
     {
         "/generate",
@@ -94,19 +84,16 @@ _GENERATION = frozenset(
 
 
 def path_kind(path: str) -> Kind:
-    """Classify a path: harmless (`open`), generation, or control.
-
-    `/v1/*` is vLLM's OpenAI surface: generation, except adapter loading (control) and the model
-    list (open).
-    """
+    """Classify a path: harmless (`open`), generation, or control."""
     path = path.rstrip("/") or "/"
     if path in _OPEN or path.startswith(("/metrics/", "/static/")):
         return "open"
     if path in _GENERATION:
         return "generation"
+    # vLLM's OpenAI routes; loading an adapter through them is a control route.
     if path.startswith(("/v1/", "/v2/")):
         return "control" if "lora" in path.lower() else "generation"
-    return "control"
+    return "control"  # a later vLLM may add routes
 
 
 class GenerationHold:
@@ -124,11 +111,10 @@ class GenerationHold:
 
     @property
     def refusal(self) -> str | None:
-        """Reason for which generation and `/health` answer 503; None if there is none."""
+        """Reason for which generation and `/health` answer 503."""
         return self.state.fault
 
     def release(self) -> None:
-        """Open the gate for waiting and future requests."""
         self.state.held = False
         self._open.set()
 
@@ -167,8 +153,6 @@ class ServerLoad:
 
 
 class LoadMetrics:
-    """Prometheus collector of the server's own counts."""
-
     def __init__(
         self,
         load: ServerLoad,
@@ -177,27 +161,25 @@ class LoadMetrics:
         capacity: Callable[[], float | None],
     ) -> None:
         """Args:
-        slots: vLLM's --max-num-seqs, the number of sequences that the engine computes at a time.
+        slots: sequences that the engine computes at a time.
         version: returns the weight version, None before the first.
-        capacity: returns the tokens a second that the engine can make, None while that is not
-        known."""
+        capacity: returns the engine's tokens a second, None while unknown.
+        """
         self._load, self._slots, self._version, self._capacity = load, slots, version, capacity
 
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        yield CounterMetricFamily(
-            METRIC_IDLE_S, "Seconds without a request for completions.", self._load.idle_s
-        )
-        yield CounterMetricFamily(METRIC_REQUESTS, "Requests for completions.", self._load.requests)
-        yield GaugeMetricFamily(
-            METRIC_SLOTS, "Sequences that are computed at a time, at most.", self._slots
-        )
-        if (capacity := self._capacity()) is not None:
-            yield GaugeMetricFamily(
-                METRIC_CAPACITY, "Tokens a second that the engine can make, at most.", capacity
-            )
-        if (version := self._version()) is not None:
+        load, version, capacity = self._load, self._version(), self._capacity()
+        idle = "Seconds without a request for completions."
+        slots = "Sequences that are computed at a time, at most."
+        tokens = "Tokens a second that the engine can make, at most."
+        yield CounterMetricFamily(METRIC_IDLE_S, idle, load.idle_s)
+        yield CounterMetricFamily(METRIC_REQUESTS, "Requests for completions.", load.requests)
+        yield GaugeMetricFamily(METRIC_SLOTS, slots, self._slots)
+        if capacity is not None:
+            yield GaugeMetricFamily(METRIC_CAPACITY, tokens, capacity)
+        if version is not None:
             yield GaugeMetricFamily(METRIC_VERSION, "Version of the weights that answer.", version)
 
 
@@ -217,23 +199,20 @@ class Access:
     hold_timeout_s: float = 600.0
     instance_id: str = ""
     engine_died: Callable[[], bool] = lambda: False
-    """Return True once the engine process has died."""
     ending: bool = False
     """SIGTERM or SIGINT has arrived."""
     held_bytes: int = 0
     """Bytes of the bodies that wait for the hold now."""
     room: Room = field(default_factory=lambda: Room(MAX_HELD))
     foreign_room: Room = field(default_factory=lambda: Room(MAX_FOREIGN))
-    """For bodies over connections that are not the run's own, so that those leave its own bodies
-    their room."""
+    """For bodies over connections that are not the run's own."""
     signals: tuple[signal.Signals, ...] = ()
-    """Signals that end this process; empty once `watch_signals` has installed the handlers."""
+    """Signals to watch; empty once `watch_signals` has installed its handlers."""
     load: ServerLoad = field(default_factory=ServerLoad)
     keys: frozenset[str] = frozenset()
     """Keys that admit requests of other users and machines."""
     public: bool = False
-    """Other machines can reach this server: every route but health needs a key, not generation
-    alone."""
+    """Other machines can reach this server."""
     open: bool = False
     """Other users of this machine need no key."""
     for_everyone: bool = False
@@ -241,6 +220,7 @@ class Access:
 
     def needs_key(self, kind: Kind, path: str) -> bool:
         """Return True if a connection of another user or machine needs a key for `path`."""
+        # Other machines may ask for health alone; users of this machine for all that costs little.
         if self.public:
             return path not in _HEALTH
         return (kind == "generation" or path in _COSTLY) and not self.open
@@ -252,11 +232,9 @@ class Access:
         return ENGINE_DIED if self.engine_died() else None
 
     def watch_signals(self) -> None:
-        """Note SIGTERM and SIGINT before vLLM's handlers act on them.
-
-        vLLM admits requests until its engine has drained. This runs in the lifespan startup, after
-        vLLM and uvicorn have installed their handlers; each of those is still called.
-        """
+        """Note SIGTERM and SIGINT before vLLM's handlers act on them."""
+        # vLLM admits requests until its engine has drained. vLLM and uvicorn have installed their
+        # handlers before this lifespan startup; each of those is still called.
         numbers, self.signals = self.signals, ()
         for number in numbers:
             signal.signal(number, self._also(signal.getsignal(number)))
@@ -270,8 +248,7 @@ class Access:
 
 
 class AuthMiddleware:
-    """ASGI middleware, passed to vLLM by its own `--middleware` flag; finds its `Access` in the
-    app."""
+    """ASGI middleware for vLLM's `--middleware`; finds its `Access` in the app."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -297,13 +274,9 @@ class AuthMiddleware:
         headers = Headers(scope=scope)
         kind = path_kind(route_path(scope))
         trusted = has_token(headers, door.token)
-        # In this order the key is compared only on connections that are not the run's own yet.
-        own = (
-            trusted
-            or door.for_everyone
-            or (connection is not None and connection.own)
-            or opens(headers.get("authorization"), door.keys)
-        )
+        own = trusted or door.for_everyone or (connection is not None and connection.own)
+        # The key is compared only on connections that are not the run's own yet.
+        own = own or opens(headers.get("authorization"), door.keys)
         if connection and own:
             connection.prove()
         refusal = _refusal(door, scope, headers, kind, trusted=trusted, own=own)
@@ -319,7 +292,7 @@ class AuthMiddleware:
         if refusal is None and kind == "generation" and door.gate.held and not trusted:
             await self._hold(door, scope, receive, send)
         elif refusal is None:
-            # The trainer's logprob probes are not rollouts: an engine with only those is idle.
+            # The trainer's logprob probes carry the token: an engine with only those is idle.
             with door.load.request() if kind == "generation" and not trusted else nullcontext():
                 await self._answer(door, scope, receive, send)
         elif scope["type"] == "websocket":
@@ -330,8 +303,7 @@ class AuthMiddleware:
             await refusal(scope, receive, send)
 
     async def _hold(self, door: Access, scope: Scope, receive: Receive, send: Send) -> None:
-        """Wait for the release and keep the request's body; give up when the client leaves or the
-        timeout passes."""
+        """Keep the request's body until the release, the client's end or the timeout."""
         body: list[Message] = []
         release = asyncio.ensure_future(door.gate.wait())
         listen = asyncio.ensure_future(_collect(receive, body, door))
@@ -350,21 +322,21 @@ class AuthMiddleware:
         if gone and not full:
             return
         if not released:
-            response = error_response(
-                503,
-                "generation is held until the trainer has named a weight version (/bridge/resume)"
-                + (f", and more than {MAX_HELD // 2**20} MiB wait for it" if full else ""),
-            )
+            why = "generation is held until the trainer has named a weight version (/bridge/resume)"
+            much = f", and more than {MAX_HELD // 2**20} MiB wait for it" if full else ""
+            response = error_response(503, why + much)
             response.headers["Retry-After"] = "30"
             await response(scope, receive, send)
             return
+        # Counted only now: a request that waits for the hold is not in flight.
         with door.load.request():
             await self._answer(door, scope, replayed(body, receive), send)
 
     async def _answer(self, door: Access, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on the route's answer; replace a failure without an engine by 503 and our reason."""
+        """Pass on the route's answer; without an engine replace a failure by 503 and the reason."""
         answered: Literal["no", "by the route", "by us"] = "no"
 
+        # vLLM itself would answer 400 or 500.
         async def send_or_replace(message: Message) -> None:
             nonlocal answered
             if answered == "no" and message["type"] == "http.response.start":
@@ -388,23 +360,19 @@ class AuthMiddleware:
 def _refusal(
     door: Access, scope: Scope, headers: Headers, kind: Kind, *, trusted: bool, own: bool
 ) -> JSONResponse | None:
-    """Reason to refuse a request before its body is read; None to admit it.
+    """Return the reason to refuse a request before its body is read; None to admit it.
 
     Args:
         trusted: the request carries the run's token.
         own: its connection is the run's own, or it carries a key.
     """
     path = route_path(scope)
-    if misnamed := host_refusal(headers.get("host"), door.hosts) or page_refusal(
-        headers, door.hosts
-    ):
+    misnamed = host_refusal(headers.get("host"), door.hosts) or page_refusal(headers, door.hosts)
+    if misnamed:
         return error_response(*misnamed)
     if kind == "control" and not trusted:
-        return error_response(
-            403,
-            f"{path} is a control route (or unknown): send the run's token in the header "
-            f"{TOKEN_HEADER}",
-        )
+        fix = f"send the run's token in the header {TOKEN_HEADER}"
+        return error_response(403, f"{path} is a control route (or unknown): {fix}")
     if not own and door.needs_key(kind, path):
         return error_response(*(key_refusal("vLLM") if door.public else (401, OTHER_USER)))
     if kind != "open" and (wrong_server := _check_server(headers, door)):
@@ -415,26 +383,22 @@ def _refusal(
 
 
 OTHER_USER = (
-    "this engine answers processes of its own user. Send the run's key as `Authorization: "
-    "Bearer KEY`, or let other "
-    f"users in: [vllm] open = true in the profile, or {ENV_OPEN_GENERATION}=1 in the "
-    f"server's environment"
+    "this engine answers processes of its own user. Send the run's key as `Authorization: Bearer "
+    f"KEY`, or let other users in: [vllm] open = true in the profile, or {ENV_OPEN_GENERATION}=1 "
+    "in the server's environment"
 )
 
 
 def _check_server(headers: Headers, door: Access) -> JSONResponse | None:
-    """Refuse requests that came after SIGTERM, or that name another server instance."""
     meant = headers.get(INSTANCE_HEADER)
     if meant is not None and meant != door.instance_id:
-        return error_response(
-            GONE_STATUS, f"server {meant} is gone; this is {door.instance_id} in its place"
-        )
+        now = f"this is {door.instance_id} in its place"
+        return error_response(GONE_STATUS, f"server {meant} is gone; {now}")
     return error_response(GONE_STATUS, ENDING) if door.ending else None
 
 
 async def _collect(receive: Receive, into: list[Message], door: Access) -> bool:
-    """Gather messages until the client leaves; return False when all held bodies together exceed
-    the limit."""
+    """Gather messages until the client leaves; return False if all held bodies are too large."""
     while door.held_bytes <= MAX_HELD:
         message = await receive()
         into.append(message)
@@ -449,11 +413,11 @@ def _size(messages: list[Message]) -> int:
 
 
 def route_path(scope: Scope) -> str:
-    """Path as the routes see it: without the root path of a proxy."""
+    """Return the path as the routes see it: without the root path of a proxy."""
     path, root = scope["path"], scope.get("root_path", "")
     return path[len(root) :] or "/" if root and path.startswith(root + "/") else path
 
 
 def error_response(status: int, reason: str) -> JSONResponse:
-    """The JSON form of every error of this server."""
+    """Return the JSON form of every error of this server."""
     return JSONResponse({"error": reason}, status_code=status)

@@ -1,9 +1,6 @@
-"""Routes `/bridge/*`: the trainer pauses the engine, writes weights, and names the weight version
-that now answers.
+"""Routes `/bridge/*`: the trainer pauses the engine, writes weights, and names their version.
 
-Messages are defined in `atropos_common.protocol.bridge`. A pause freezes requests in flight. A
-resume resets the prefix cache, so no key or value of older weights is used again. Only a resume
-opens the hold.
+Messages are defined in `atropos_common.protocol.bridge`.
 """
 
 from __future__ import annotations
@@ -51,16 +48,15 @@ ASLEEP = "the engine sleeps: POST /bridge/wake_up first"
 
 
 NOT_THE_HOLDER = (
-    "another trainer paused generation, and its weights may be half-written: POST /bridge/pause "
-    "takes over"
+    "another trainer paused generation, and its weights may be half-written: "
+    "POST /bridge/pause takes over"
 )
 
 
 class NotDone(ValueError):
     """A refused or failed bridge action; the message has the reason and the way out."""
 
-    status = 400
-    """HTTP status of the answer."""
+    status = 400  # of the HTTP answer
 
 
 class NotTheHolder(NotDone):
@@ -85,8 +81,7 @@ async def answered(action: Coroutine[Any, Any, Any]) -> Any:
 def folder_of_run(
     path: str, root: Path | None, what: str, refusal: type[NotDone] = NotDone
 ) -> Path:
-    """Resolve `path`, the folder of `what`; it has to lie below `root`, the run directory, if that
-    is given.
+    """Return the folder `path` of `what`, which must lie below `root` if that is given.
 
     Raises:
         NotDone: it does not exist or lies elsewhere; raised as `refusal`.
@@ -97,9 +92,8 @@ def folder_of_run(
     except (OSError, ValueError) as error:  # ValueError: a name that the kernel refuses
         raise refusal(f"{path!r} is no path: {error}") from None
     if root is not None and not folder.is_relative_to(root.resolve()):
-        raise refusal(
-            f"{path} lies outside {root}: {what} are loaded from the run's directory only"
-        )
+        where = "are loaded from the run's directory only"
+        raise refusal(f"{path} lies outside {root}: {what} {where}")
     if not there:
         raise refusal(f"{path} is not a folder")
     return folder
@@ -114,7 +108,7 @@ def timed(phases: dict[str, float], name: str) -> Iterator[None]:
 
 
 class WeightBridge:
-    """Pause state and weight version of the engine. One lock orders all changes."""
+    """Pause state and weight version of the engine."""
 
     def __init__(
         self,
@@ -134,25 +128,25 @@ class WeightBridge:
         self.spans = SpanStore(config.spans_path)
         self.completions = CompletionStore()
         self.routing: RoutingStore | None = None
-        """None where the engine does not record expert choices."""
+        """None if the engine does not record expert choices."""
         self.state = gate.state
         self.manifest: Manifest | None = None
         self.workers = 1
         self.receives: TransferBackend | None = None
-        """Backend over which a trainer broadcasts weights to the workers; None: no broadcasts."""
+        """Backend of a trainer's broadcasts; None: no broadcasts."""
         self.not_in_place: str | None = None
-        """Reason against writing broadcast weights over those in memory; None if there is none."""
+        """Reason against writing broadcast weights over those in memory."""
         self.sleeping = False
+        # The engine certainly makes no token: it has confirmed a pause and not been resumed.
         self._stopped = False
-        """The engine certainly makes no token: it has confirmed a pause and not been resumed."""
         self.load_obstacle: str | None = None
-        """Reason against loading a folder's weights over those in memory; None if there is none."""
+        """Reason against loading a folder's weights over those in memory."""
         self.started_from: str | None = None
         self.lock = asyncio.Lock()
         """Held while the answering weights change."""
         self.load = ServerLoad()
         self.capacity: EngineCapacity | None = None
-        """None where vLLM keeps no statistics."""
+        """None if vLLM keeps no statistics."""
         self._lease: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -184,7 +178,7 @@ class WeightBridge:
         """Freeze the engine, or renew the lease of a pause.
 
         Raises:
-            ValueError: an invalid lease, or a sleeping engine.
+            NotDone: an invalid lease, or a sleeping engine.
         """
         async with self.lock:
             self._require_awake()
@@ -193,11 +187,7 @@ class WeightBridge:
 
     async def freeze(self, request: PauseRequest) -> None:
         """Do the work of `pause`; the caller holds the lock."""
-        lease: dict[str, Any] = {
-            "lease_s": request.lease_s,
-            "dirty": request.dirty,
-            "holder": request.holder,
-        }
+        lease = request.model_dump(include={"lease_s", "dirty", "holder"})
         try:
             self.state.pause(**lease, now=time.monotonic())
         except ValueError as error:
@@ -212,39 +202,31 @@ class WeightBridge:
     async def freeze_to_write(
         self, request: LoadWeightsRequest | TransferUpdate, limit_s: float
     ) -> None:
-        """Freeze the engine for a write of at most `limit_s` seconds; the caller holds the lock.
-
-        The lease only covers a stuck server: a write that fails reports that itself.
-        """
+        """Freeze the engine for a write of at most `limit_s` seconds; the caller holds the lock."""
+        # The lease only covers a stuck server: a write that fails reports that itself.
         lease_s = min(request.wait_s + 2 * limit_s, MAX_LEASE_S)
-        await self.freeze(
-            PauseRequest(
-                lease_s=lease_s, dirty=True, in_flight=request.in_flight, wait_s=request.wait_s
-            )
-        )
+        flight: dict[str, Any] = request.model_dump(include={"in_flight", "wait_s"})
+        await self.freeze(PauseRequest(lease_s=lease_s, dirty=True, **flight))
 
     async def _stop_generating(self, request: PauseRequest) -> None:
         """Return once the engine makes no more tokens."""
         waiting = None
         if request.in_flight == "wait":
-            waiting = asyncio.ensure_future(
-                self.engine.pause_generation(mode="wait", clear_cache=True)
-            )
+            pausing = self.engine.pause_generation(mode="wait", clear_cache=True)
+            waiting = asyncio.ensure_future(pausing)
             await asyncio.wait({waiting}, timeout=request.wait_s)
             if waiting.done():
                 await waiting
                 return
-            logger.warning(
-                "requests in flight did not end within %g s: the rest is frozen", request.wait_s
-            )
+            late = f"requests in flight did not end within {request.wait_s:g} s"
+            logger.warning("%s: the rest is frozen", late)
         mode = "abort" if request.in_flight == "recompute" else "keep"
         await self.engine.pause_generation(mode=mode, clear_cache=True)
         if waiting is not None:
             await waiting
 
     def fail(self, fault: str) -> None:
-        """Mark the weights as half-written: unhealthy, and no answers until a resume declares them
-        complete."""
+        """Mark the weights as half-written: no answers until a resume declares them complete."""
         self._disarm_lease()
         self.state.fail(fault)
         logger.error("unhealthy: %s", fault)
@@ -271,8 +253,9 @@ class WeightBridge:
             return self.info()
 
     async def declare(self, version: int) -> None:
-        """Make `version` the answering version: end pause, hold and fault. The caller holds the
-        lock."""
+        """Make `version` the answering version; the caller holds the lock."""
+        # In this order: no token of the new weights may precede their version, and the hold ends
+        # once they answer.
         self.history.change(version, time.monotonic())
         await self._go_on()
         self.state.resume(version)
@@ -281,41 +264,35 @@ class WeightBridge:
         self.stamp()
 
     async def _go_on(self) -> None:
-        """Resume the engine. After a failure it may still be running, so the next pause stops it
-        again."""
+        # First: after a failure it may run, so the next pause stops it again.
         self._stopped = False
         await self.engine.resume_generation()
 
     async def reset_prefix_cache(self) -> None:
-        """Drop every cached key and value; the engine recomputes frozen requests from their
-        tokens."""
+        """Drop every cached key and value; frozen requests are recomputed from their tokens."""
         if not await self.engine.reset_prefix_cache(reset_running_requests=True):
-            raise RuntimeError(
-                "vLLM could not reset its prefix cache, so old keys and values would mix "
-                "with new weights"
-            )
+            effect = "old keys and values would mix with new weights"
+            raise RuntimeError(f"vLLM could not reset its prefix cache, so {effect}")
 
     def stamp(self) -> None:
-        """Write instance id and weight version beside the manifest, atomically. A full disk costs
-        only the stamp."""
-        told = {"instance_id": self.config.instance_id, "weight_version": self.state.weight_version}
+        """Write instance id and weight version beside the manifest."""
+        path, version = self.config.state_path, self.state.weight_version
+        stamp = {"instance_id": self.config.instance_id, "weight_version": version}
         try:
-            write_private(self.config.state_path, json.dumps(told))
+            write_private(path, json.dumps(stamp))
         except OSError as error:
-            logger.warning(
-                "cannot write %s (%s); it is left out", self.config.state_path, error.strerror
-            )
+            # A full disk costs only the stamp. An older one would be wrong.
+            logger.warning("cannot write %s (%s); it is left out", path, error.strerror)
             with contextlib.suppress(OSError):
-                self.config.state_path.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
 
     def _require_awake(self) -> None:
-        """Raise if the engine sleeps: its weights are not mapped, so nothing may write or
-        resume."""
+        # A sleeping engine's weights are not mapped, so nothing may write or resume.
         if self.sleeping:
             raise NotDone(ASLEEP)
 
     def _require_running(self) -> None:
-        """Raise while paused: vLLM resumes generation at a wake-up."""
+        # vLLM resumes generation at a wake-up.
         if self.state.paused:
             raise NotDone("generation is paused: POST /bridge/resume first")
 
@@ -357,9 +334,8 @@ class WeightBridge:
         async with self.lock:
             expiry = self.state.expire(time.monotonic())
             if expiry == "resume":
-                logger.warning(
-                    "the pause's lease is over and no weights were touched: resuming by itself"
-                )
+                untouched = "no weights were touched: resuming by itself"
+                logger.warning("the pause's lease is over and %s", untouched)
                 try:
                     await self.reset_prefix_cache()
                     await self._go_on()
@@ -369,26 +345,22 @@ class WeightBridge:
                 logger.error("unhealthy: %s", self.state.fault)
 
     async def health_generate(self, generator: Generator) -> JSONResponse:
-        """Generate one real token, whatever the hold says; a pause within its lease counts as
-        healthy."""
+        """Generate one real token; a pause within its lease counts as healthy."""
         if self.state.fault:
             return error_response(503, self.state.fault)
         probe = asyncio.ensure_future(generator.probe())
         deadline = time.monotonic() + PROBE_TIMEOUT_S
+        state = self.state
         try:
-            while (
-                not probe.done()
-                and time.monotonic() < deadline
-                and not (self.state.paused or self.sleeping)
-            ):
+            # A pause may begin at any time, and the probe then waits for its end.
+            while not (probe.done() or state.paused or self.sleeping):
+                if time.monotonic() >= deadline:
+                    return error_response(503, f"no token within {PROBE_TIMEOUT_S:.0f} s")
                 await asyncio.wait({probe}, timeout=0.1)
-            if not probe.done() and (self.state.paused or self.sleeping):
-                return JSONResponse(
-                    {"paused": self.state.paused, "sleeping": self.sleeping, **self._short()}
-                )
-            if not probe.done():
-                return error_response(503, f"no token within {PROBE_TIMEOUT_S:.0f} s")
-            return JSONResponse({"paused": False, "tokens": probe.result(), **self._short()})
+            answer: dict[str, Any] = {"held": state.held, "weight_version": state.weight_version}
+            if probe.done():
+                return JSONResponse(answer | {"paused": False, "tokens": probe.result()})
+            return JSONResponse(answer | {"paused": state.paused, "sleeping": self.sleeping})
         except Exception as error:
             return error_response(503, f"generation fails: {type(error).__name__}: {error}")
         finally:
@@ -396,17 +368,12 @@ class WeightBridge:
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await probe
 
-    def _short(self) -> dict[str, Any]:
-        return {"held": self.state.held, "weight_version": self.state.weight_version}
-
 
 class SleepRequest(BaseModel):
     level: int = 1
 
 
 def _add_changing(router: APIRouter, bridge: WeightBridge) -> None:
-    """Add the pause and resume routes."""
-
     @router.post("/bridge/pause")
     async def pause(request: PauseRequest | None = None) -> Any:
         return await answered(bridge.pause(request or PauseRequest()))
@@ -417,16 +384,13 @@ def _add_changing(router: APIRouter, bridge: WeightBridge) -> None:
 
 
 def _add_sleeping(router: APIRouter, bridge: WeightBridge, *, sleep_mode: bool) -> None:
-    """Add the sleep and wake-up routes; without `sleep_mode` they refuse."""
+    """Add the sleep routes, which refuse without `sleep_mode`."""
 
     @router.post("/bridge/sleep")
     async def sleep(request: SleepRequest | None = None) -> Any:
         if not sleep_mode:
-            return error_response(
-                501,
-                "the engine cannot sleep: that needs a GPU, --enable-sleep-mode, and weights "
-                "that are not shared",
-            )
+            needs = "a GPU, --enable-sleep-mode, and weights that are not shared"
+            return error_response(501, f"the engine cannot sleep: that needs {needs}")
         return await answered(bridge.sleep((request or SleepRequest()).level))
 
     @router.post("/bridge/wake_up")
@@ -443,7 +407,7 @@ def _add_sleeping(router: APIRouter, bridge: WeightBridge, *, sleep_mode: bool) 
 def make_router(
     bridge: WeightBridge, generator: Generator, app: FastAPI, *, sleep_mode: bool
 ) -> APIRouter:
-    """All `/bridge` routes and `/health_generate`.
+    """Return all `/bridge` routes and `/health_generate`.
 
     Args:
         sleep_mode: the engine was started with sleep support.
@@ -471,16 +435,14 @@ def make_router(
     @router.post("/bridge/logprobs")
     async def logprobs(request: LogprobsRequest) -> LogprobsResponse:
         pairs = zip(request.prompts, request.completions, strict=False)
-        return LogprobsResponse(
-            found=[bridge.completions.look_up(prompt, ids) for prompt, ids in pairs]
-        )
+        found = [bridge.completions.look_up(prompt, ids) for prompt, ids in pairs]
+        return LogprobsResponse(found=found)
 
     @router.post("/bridge/routing")
     async def routing(request: RoutingRequest) -> Any:
         if bridge.routing is None:
-            return error_response(
-                400, f"this server records no experts: start it with --{ROUTING_FLAG}"
-            )
+            fix = f"start it with --{ROUTING_FLAG}"
+            return error_response(400, f"this server records no experts: {fix}")
         # Encode these megabytes in a thread, not in the loop that streams tokens.
         found = await asyncio.to_thread(
             lambda store: store.answer(request).model_dump_json(), bridge.routing
@@ -512,9 +474,10 @@ def make_router(
 
 
 def describe_parameters(bridge: WeightBridge) -> dict[str, Any]:
-    """Names, shapes and dtypes of the exported tensors; without single copy only the model's
-    name."""
-    parameters = {} if bridge.manifest is None else bridge.manifest.ranks[0].param_mappings
+    """Return names, shapes and dtypes of the exported tensors."""
+    # Without single copy there are none, and the answer has only the model's name.
+    shard = None if bridge.manifest is None else bridge.manifest.ranks[0]
+    parameters = {} if shard is None else shard.param_mappings
     return {
         "model": bridge.model,
         "dtype": str(bridge.engine.model_config.dtype).removeprefix("torch."),
@@ -523,12 +486,11 @@ def describe_parameters(bridge: WeightBridge) -> dict[str, Any]:
         "parameters": {
             name: {"shape": entry.shape, "dtype": entry.dtype} for name, entry in parameters.items()
         },
-        "aliases": {} if bridge.manifest is None else bridge.manifest.ranks[0].aliases,
+        "aliases": {} if shard is None else shard.aliases,
     }
 
 
 def list_routes(app: FastAPI) -> list[dict[str, Any]]:
-    """Every HTTP route with its methods."""
     routes: list[Any] = list(app.routes)
     return [
         {"path": route.path, "methods": sorted(route.methods)}

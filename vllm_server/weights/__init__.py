@@ -1,5 +1,1 @@
-"""How new weights reach the engine: loaders, single copy, loads from a folder, broadcasts, and the
-graph check.
-
-Importing this package imports neither vLLM nor torch.
-"""
+"""How new weights reach the engine: load formats, loads from a folder, broadcasts, single copy."""

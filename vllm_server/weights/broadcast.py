@@ -1,9 +1,4 @@
-"""Routes `/bridge/transfer/*`: join the trainer's group and receive its broadcasts.
-
-An update is one request: freeze generation, receive in every worker, reset the prefix cache, resume
-with the new version. A failure in between leaves the server unhealthy, with the cause, until a
-complete update.
-"""
+"""Routes `/bridge/transfer/*`: join the trainer's group and receive its broadcasts."""
 
 from __future__ import annotations
 
@@ -20,8 +15,8 @@ from atropos_common.system.run_dir import ENV_TRAINER_HOSTS
 from vllm_server.bridge import ASLEEP, NotDone, WeightBridge, answered, timed
 from vllm_server.weights.collectives import REFUSED
 
+# After its own timeout, a worker gets this long before it counts as stuck.
 GRACE_S = 15.0
-"""Seconds after its own timeout at which a worker counts as stuck."""
 
 
 class BrokenTransfer(NotDone):
@@ -43,8 +38,8 @@ class Transfers:
         """Let every worker join; the answering weights stay.
 
         Raises:
-            BrokenTransfer: the group did not form, its address is not allowed here, or this model
-                does not accept weights in place.
+            BrokenTransfer: no group, an address that is not allowed, or a model that takes no
+            weights in place.
         """
         async with self.bridge.lock:
             self._require_awake()
@@ -56,14 +51,15 @@ class Transfers:
         """Receive the weights and answer as `weight_version`.
 
         Raises:
-            BrokenTransfer: the weights are incomplete. The server is now unhealthy and refuses
-                requests.
+            BrokenTransfer: the weights are incomplete; the server is now unhealthy and refuses
+            requests.
         """
         phases: dict[str, float] = {}
         async with self.bridge.lock:
             self._require_awake()
             with timed(phases, "pause"):
                 await self.bridge.freeze_to_write(request, request.timeout_s + GRACE_S)
+            # A failure from here on leaves the server unhealthy until a complete update.
             with timed(phases, "receive"):
                 try:
                     await self._workers(self._receive(request), request.timeout_s)
@@ -83,14 +79,13 @@ class Transfers:
         if not self.bridge.config.may_meet(address):
             raise BrokenTransfer(
                 f"{REFUSED}weights would come from {address}, which is not this machine's "
-                f"loopback; to take them from "
-                f"there, start this server with {ENV_TRAINER_HOSTS}={address}"
+                "loopback; to take them from there, start this server with "
+                f"{ENV_TRAINER_HOSTS}={address}"
             )
         if reason := self.bridge.not_in_place:
             raise BrokenTransfer(
-                f"{REFUSED}a broadcast would write weights in place, and {reason}. Use "
-                f"another weight bridge mode "
-                "(none, which restarts the server where it must, or lora_only)"
+                f"{REFUSED}a broadcast would write weights in place, and {reason}. Use another "
+                "weight bridge mode (none, which restarts the server where it must, or lora_only)"
             )
 
     async def _receive(self, request: TransferUpdate) -> None:
@@ -106,32 +101,30 @@ class Transfers:
         await engine.finish_weight_update()
 
     async def _workers(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
-        """Run `work` and raise a rank's failure; a refusal explains the broken connections of other
-        ranks."""
+        """Run `work` and raise a rank's failure."""
 
         async def work_of_all() -> list[str | None]:
             await work
-            noted: list[str | None] = await self.bridge.engine.collective_rpc(
-                "atropos_transfer_failure"
-            )
+            engine = self.bridge.engine
+            noted: list[str | None] = await engine.collective_rpc("atropos_transfer_failure")
             return noted
 
+        limit_s = timeout_s + GRACE_S
         try:
-            found = await asyncio.wait_for(work_of_all(), timeout_s + GRACE_S)
+            found = await asyncio.wait_for(work_of_all(), limit_s)
         except TimeoutError:
             raise BrokenTransfer(
-                f"a worker is stuck: no answer for {timeout_s + GRACE_S:.0f} s, "
-                f"{GRACE_S:.0f} s beyond its timeout; "
-                "restart this server"
+                f"a worker is stuck: no answer for {limit_s:.0f} s, {GRACE_S:.0f} s beyond its "
+                "timeout; restart this server"
             ) from None
         except Exception as error:
-            raise BrokenTransfer(_said(error)) from error
+            raise BrokenTransfer(_message(error)) from error
+        # A refusal explains the broken connections of the other ranks.
         if failures := [failure for failure in found if failure]:
             raise BrokenTransfer(max(failures, key=lambda failure: REFUSED in failure))
 
 
 def make_router(transfers: Transfers) -> APIRouter:
-    """The two routes; like all of `/bridge` they need the token."""
     router = APIRouter()
 
     @router.post("/bridge/transfer/init")
@@ -157,7 +150,7 @@ async def _update(engine: Any, info: dict[str, Any]) -> None:
     await engine.update_weights(WeightTransferUpdateRequest(update_info=info))
 
 
-def _said(error: Exception) -> str:
-    """The worker's error message, without the engine's wrapping."""
+def _message(error: Exception) -> str:
+    """Return the worker's error message, without the engine's wrapping."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text.removeprefix("Call to collective_rpc method failed: ")[:600]

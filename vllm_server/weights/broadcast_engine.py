@@ -1,11 +1,4 @@
-"""Weight transfer engine for vLLM's registry: receives the trainer's broadcast in a worker.
-
-The first update runs the model's own `load_weights` over the received tensors and records every
-copy it makes. Later updates only repeat those copies, chunk by chunk, while the next chunk arrives:
-no name lookup, no allocation. Parameters are written in place, so CUDA graphs stay valid.
-
-Runs in vLLM's worker process.
-"""
+"""Weight transfer engine for vLLM's registry: receives the trainer's broadcast in a worker."""
 
 from __future__ import annotations
 
@@ -24,12 +17,10 @@ from vllm_server.weights.copy_recorder import Copies, CopyRecorder, named_views
 
 logger = logging.getLogger(__name__)
 
-BACKEND = "atropos_broadcast"
-"""Backend name in `--weight-transfer-config`."""
+BACKEND = "atropos_broadcast"  # in `--weight-transfer-config`
 
+# Of this rank's last part in a broadcast; `AtroposWorkerExtension` explains why nothing is raised.
 _failure: str | None = None
-"""Failure of this rank's last part in a broadcast; `AtroposWorkerExtension` explains why nothing is
-raised."""
 
 
 def take_failure() -> str | None:
@@ -60,7 +51,7 @@ def _noted(call: Callable[[BroadcastEngine, Any], None]) -> Callable[[BroadcastE
 
 @cache
 def register_engine() -> None:
-    """Register the engine with vLLM in this process; a second call has no effect."""
+    """Register the engine with vLLM in this process."""
     WeightTransferEngineFactory.register_engine(BACKEND, __name__, "BroadcastEngine")
 
 
@@ -89,24 +80,18 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
     def init_transfer_engine(self, init_info: TransferInit) -> None:
         """Join the trainer's group and allocate receive buffers.
 
-        Failures that are kept: another device, no group. The server itself checks that layers
-        follow in-place writes.
+        Failures that are kept: another device, no group.
         """
         self.shutdown()
         if (init_info.backend == "nccl") != (self.device.type == "cuda"):
-            raise TransferRefused(
-                f"the trainer broadcasts over {init_info.backend}, and the weights here are "
-                f"on {self.device.type}"
-            )
+            here = f"the weights here are on {self.device.type}"
+            raise TransferRefused(f"the trainer broadcasts over {init_info.backend}, and {here}")
         self._chunks = chunks(init_info.tensors, init_info.chunk_bytes)
-        self._copies, self._buffers = (
-            None,
-            [],
-        )  # free the old buffers first: there may be no memory for both
+        # Free the old buffers first: there may be no memory for both.
+        self._copies, self._buffers = None, []
         size = max(chunk.nbytes for chunk in self._chunks)
-        self._buffers = [
-            torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)
-        ]
+        for _ in range(SLOTS):
+            self._buffers.append(torch.empty(size, dtype=torch.uint8, device=self.device))
         parallel = self.parallel_config
         replica = int(getattr(parallel, "data_parallel_index", 0) or 0)
         rank = init_info.first_rank + replica * parallel.world_size + parallel.rank
@@ -130,13 +115,13 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         Failures that are kept: a broken transfer, no group, tensors that do not fill the model.
         """
         if self._link is None:
-            raise collectives.LinkError(
-                "this server is in no group: /bridge/transfer/init comes first"
-            )
-        now = [
-            parameter.data_ptr() for parameter in self.model.parameters()
-        ]  # recorded copies write to these addresses
+            fault = "this server is in no group: /bridge/transfer/init comes first"
+            raise collectives.LinkError(fault)
+        # Recorded copies write to these addresses, and CUDA graphs read from them.
+        now = [parameter.data_ptr() for parameter in self.model.parameters()]
         try:
+            # The first update runs the model's own loader and records every copy that it makes.
+            # Later ones only repeat those copies: no name lookup, no allocation.
             if self._copies is None or now != self._addresses:
                 self._copies, self._addresses = self._load(self._link), now
             else:
@@ -147,21 +132,22 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
             raise
 
     def shutdown(self) -> None:
-        """Leave the group."""
         link, self._link = self._link, None
         if link is not None:
             link.close()
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Trainer side in vLLM before 0.28; ours is `trainer_core.weight_sync.broadcast`."""
-        raise NotImplementedError(
-            "the trainer sends by itself: --weight-bridge-mode shared_vllm --use-shared-memory"
-        )
+        """vLLM's trainer side before 0.28; ours is `trainer_core.weight_sync.broadcast`."""
+        flags = "--weight-bridge-mode shared_vllm --use-shared-memory"
+        raise NotImplementedError(f"the trainer sends by itself: {flags}")
 
     def _load(self, link: collectives.Link) -> list[Copies] | None:
-        """Receive through the model's own loader; return its copies, or None where copies alone do
-        not reproduce the load."""
+        """Receive through the model's own loader.
+
+        Returns:
+            Its copies; None if copies alone do not reproduce the load.
+        """
         recorder = CopyRecorder(self.model)
         copies: list[Copies] = []
         for index, chunk in enumerate(self._chunks):
@@ -174,18 +160,17 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
             except torch.OutOfMemoryError:
                 raise  # a retry may succeed
             except Exception as error:
+                why = f"{type(error).__name__} {error}"
                 raise TransferRefused(
-                    f"is it the same model on both sides? This one's loader does not take "
-                    f"what the trainer sends "
-                    f"({type(error).__name__} {error})"
+                    "is it the same model on both sides? This one's loader does not take what the "
+                    f"trainer sends ({why})"
                 ) from error
             copies.append(recorder.take())
             link.emptied(slot)
         if gaps := recorder.gaps():
             raise TransferRefused(
-                f"is it the same model on both sides? What the trainer sends does not fill "
-                f"{len(gaps)} parameters: "
-                f"{'; '.join(gaps[:5])}"
+                "is it the same model on both sides? What the trainer sends does not fill "
+                f"{len(gaps)} parameters: {'; '.join(gaps[:5])}"
             )
         if reason := recorder.without_place():
             raise TransferRefused(reason)
@@ -198,6 +183,7 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         for index, (chunk, (targets, sources)) in enumerate(zip(self._chunks, copies, strict=True)):
             slot = index % SLOTS
             link.receive(chunk, self._buffers[slot][: chunk.nbytes], slot)
+            # On a GPU the next chunk arrives meanwhile, in the other slot.
             if targets:
                 torch._foreach_copy_(targets, sources)
             link.emptied(slot)

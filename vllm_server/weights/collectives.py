@@ -1,7 +1,4 @@
-"""A worker's end of the broadcast group: gloo between CPU processes, NCCL between GPUs.
-
-A dead peer is an error and never a hang: every wait belongs to the `Lifeline`.
-"""
+"""A worker's end of the broadcast group: gloo between CPU processes, NCCL between GPUs."""
 
 from __future__ import annotations
 
@@ -21,17 +18,16 @@ from atropos_common.broadcast.group import (
 )
 from atropos_common.broadcast.transfer import SLOTS, Chunk, TransferInit
 
+# Prefix of an error that a retry would meet again; only the text of an error leaves a worker.
 REFUSED = "refused: "
-"""Prefix of a worker's error that a retry would meet again; only the text of an error leaves the
-worker."""
 
 
 class Link:
     """Receives the trainer's broadcasts in order."""
 
     def receive(self, chunk: Chunk, buffer: torch.Tensor, slot: int) -> None:
-        """Fill `buffer`, uint8 of the chunk's bytes; work queued on the device after this call sees
-        it full."""
+        """Fill `buffer`, uint8 of the chunk's bytes, before work that is queued on the device
+        later."""
         raise NotImplementedError
 
     def emptied(self, slot: int) -> None:
@@ -62,9 +58,8 @@ def join(init: TransferInit, rank: int, device: torch.device) -> Link:
             return GlooLink(lifeline, rank, init)
         return NcclLink(lifeline, rank, init, device)
     except RuntimeError as error:
-        raise LinkError(
-            f"rank {rank}: no {init.backend} connection (phase connect: {first_line(error)})"
-        ) from None
+        why = f"phase connect: {first_line(error)}"
+        raise LinkError(f"rank {rank}: no {init.backend} connection ({why})") from None
 
 
 class GlooLink(Link):
@@ -72,18 +67,18 @@ class GlooLink(Link):
 
     def __init__(self, lifeline: Lifeline, rank: int, init: TransferInit) -> None:
         self._lifeline = lifeline
-        self._gloo = Gloo(
-            lifeline.store, rank, init.world_size, own_address(init.address), init.timeout_s
-        )
+        address = own_address(init.address)
+        self._gloo = Gloo(lifeline.store, rank, init.world_size, address, init.timeout_s)
 
     def receive(self, chunk: Chunk, buffer: torch.Tensor, slot: int) -> None:
         try:
             works = [self._gloo.broadcast(part, root) for part, root in cut(chunk, buffer)]
-            self._lifeline.until(
-                lambda: all(work.is_completed() for work in works),
-                "receive",
-                "no data from the trainer",
-            )
+
+            def arrived() -> bool:
+                return all(work.is_completed() for work in works)
+
+            # A wait of gloo's own would hang after the trainer's death.
+            self._lifeline.until(arrived, "receive", "no data from the trainer")
             for work in works:
                 work.wait()
         except LinkError:
@@ -111,6 +106,8 @@ class NcclLink(Link):
         self._emptied = [torch.cuda.Event() for _ in range(SLOTS)]
 
     def receive(self, chunk: Chunk, buffer: torch.Tensor, slot: int) -> None:
+        # The broadcast overwrites the slot, so it waits for the copies out of it; the copies wait
+        # for the broadcast. The host waits for neither.
         self._stream.wait_event(self._emptied[slot])
         self._nccl.broadcast(cut(chunk, buffer), self._stream)
         self._filled.record(self._stream)
@@ -122,11 +119,8 @@ class NcclLink(Link):
     def finish(self) -> None:
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream())
-        self._lifeline.until(
-            done.query,
-            "receive",
-            "no data from the trainer, or NCCL is not connected (NCCL_DEBUG=INFO tells why),",
-        )
+        fault = "no data from the trainer, or NCCL is not connected (NCCL_DEBUG=INFO tells why),"
+        self._lifeline.until(done.query, "receive", fault)
 
     def close(self) -> None:
         self._nccl.close()

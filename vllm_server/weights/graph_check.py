@@ -1,9 +1,7 @@
-"""Check before serving that every kind of layer computes from the tensor that a trainer writes to.
+"""Check before serving that every kind of layer computes from the tensor that a trainer writes.
 
-Compiled code and CUDA graphs bake in addresses. A layer that rebinds its weights, or computes from
-a copy, would use old weights forever without an error. The check changes one tensor of each kind,
-decodes one token on a cached prefix (the path of decode graphs), requires its logprob to change,
-and restores the tensor.
+It changes one tensor of each kind, decodes one token on a cached prefix (the path of decode
+graphs), requires its logprob to change, and restores the tensor.
 """
 
 from __future__ import annotations
@@ -20,31 +18,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Smallest change of the logprob in nats that shows a write. A tensor changed by its own magnitude
+# moves it far more.
 FOLLOWS = 1e-5
-"""Smallest change of the logprob in nats that shows a write. A tensor changed by its own magnitude
-moves it far more."""
+# Rows that are changed in a larger tensor; the prompt's tokens are among them.
 ROWS = 1024
-"""Rows that are changed in a larger tensor; the prompt's tokens are among them."""
+# Rows that are changed for each expert: the token may use any of them.
 EXPERT_ROWS = 64
-"""Rows that are changed for each expert in a tensor of all experts: the token may use any of
-them."""
 
 
 class UnsafeGraphs(RuntimeError):
     """With CUDA graphs or compiled code some layers do not see new weights."""
 
 
+# Original values of what `nudge` changed, in the worker process.
 _kept: dict[str, torch.Tensor] = {}
-"""Original values of what `nudge` changed, in the worker process."""
 
 
 def kinds(model: torch.nn.Module) -> list[str]:
-    """In the worker: name one parameter of each kind, from the middle of the layers that have it.
-
-    Two parameters are of one kind if their names differ only in numbers, and shape and layer class
-    are equal. Models that mix kinds of attention, or dense layers with experts, use equal names for
-    them.
-    """
+    """In the worker: return one parameter of each kind, from the middle of the layers that have
+    it."""
+    # Compiled code and CUDA graphs bake in addresses, so a layer that rebinds its weights would use
+    # the old ones without an error. Layers of one kind are compiled alike. Shape and class belong
+    # to the kind: models with several kinds of attention, or with dense layers beside experts, use
+    # equal names for them.
     found: dict[tuple[Any, ...], list[str]] = {}
     for name, parameter in model.named_parameters():
         owner = type(model.get_submodule(name.rpartition(".")[0]))
@@ -55,17 +52,15 @@ def kinds(model: torch.nn.Module) -> list[str]:
 
 
 def nudge(model: torch.nn.Module, name: str) -> None:
-    """In the worker: change the parameter in place by its own magnitude; no effect if another rank
-    has it."""
+    """In the worker: change the parameter in place by its own magnitude, if this rank has it."""
     import torch
 
     if (part := _part(model, name)) is None:
         return
     _kept[name] = part.detach().clone()
     generator = torch.Generator(part.device).manual_seed(len(_kept[name]))
-    noise = torch.empty(part.shape, dtype=torch.float32, device=part.device).normal_(
-        generator=generator
-    )
+    noise = torch.empty(part.shape, dtype=torch.float32, device=part.device)
+    noise.normal_(generator=generator)
     scale = max(float(part.float().square().mean().sqrt()), 0.1)
     part.add_((noise * scale).to(part.dtype))
 
@@ -86,12 +81,13 @@ def _part(model: torch.nn.Module, name: str) -> torch.Tensor | None:
 
 
 async def stale_kinds(engine: Any, generator: Generator) -> list[str]:
-    """In the server: parameters whose change a decoded token does not show; empty if all follow.
+    """In the server: return the parameters whose change a decoded token does not show.
 
     No other request may run meanwhile.
     """
     body = _request(engine)
     await generator.first_token(body)  # fills the prefix cache
+    # Twice the same request, for the noise of the engine itself.
     before, again = await generator.first_token(body), await generator.first_token(body)
     least = max(FOLLOWS, 4 * _distance(before, again))
     stale = []
@@ -106,24 +102,20 @@ async def stale_kinds(engine: Any, generator: Generator) -> list[str]:
         if _distance(before, changed) <= least:
             stale.append(name)
     await engine.reset_prefix_cache()
-    logger.info(
-        "%d of %d kinds of layers compute from the weights in place",
-        len(names) - len(stale),
-        len(names),
-    )
+    follow = f"{len(names) - len(stale)} of {len(names)}"
+    logger.info("%s kinds of layers compute from the weights in place", follow)
     return stale
 
 
 def _distance(one: tuple[int, float], other: tuple[int, float]) -> float:
-    """Distance of two answers' logprobs in nats; infinite for different tokens or NaN."""
+    """Return the distance of two answers' logprobs in nats; infinite for other tokens or NaN."""
     gap = abs(one[1] - other[1])
     return gap if one[0] == other[0] and math.isfinite(gap) else math.inf
 
 
 def _request(engine: Any) -> GenerateRequest:
-    """A request for one token, whose prompt without its last token fills one block of the prefix
-    cache."""
     block = int(engine.vllm_config.cache_config.block_size or 16)
+    # The prompt without its last token fills one block of the prefix cache.
     length = min(block + 1, int(engine.model_config.max_model_len) - 1)
     tokens = min(int(engine.model_config.get_vocab_size()), 64)
     prompt = [(2 + i * 7) % tokens for i in range(length)]

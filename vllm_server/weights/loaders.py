@@ -1,16 +1,4 @@
-"""Load formats for vLLM that keep weights writable, and the export of weights to a trainer (single
-copy).
-
-`atropos_folder` is vLLM's default loader with the weights from the folder in
-`ATROPOS_START_WEIGHTS`, if that is set: a restarted server begins with the trainer's weights.
-`atropos_plain` does the same on a CPU, where layers then compute from the parameters themselves.
-vLLM otherwise repacks linear weights into a private copy and drops the original, so later writes
-would have no effect.
-
-In single copy vLLM serves the same weights that the trainer steps. On the CPU
-`atropos_shared_memory` moves every parameter into one file under /dev/shm; on a GPU the worker
-exports CUDA IPC handles. Both fill the same manifest, which lists parameters under vLLM's own
-names, a tied one once.
+"""Load formats for vLLM that keep weights writable, and their export to a trainer (single copy).
 
 Runs in vLLM's worker process.
 """
@@ -39,22 +27,23 @@ from vllm_server.weights.copy_recorder import CopyRecorder, Named
 
 logger = logging.getLogger(__name__)
 
+# vLLM's default loader, for the folder in `ATROPOS_START_WEIGHTS` if that is set: a restarted
+# server begins with the trainer's weights.
 FOLDER_FORMAT = "atropos_folder"
+# The same on a CPU. vLLM otherwise repacks linear weights into a private copy and drops the
+# original, so later writes would have no effect.
 PLAIN_FORMAT = "atropos_plain"
+# Single copy on a CPU: also moves every parameter into one file below /dev/shm.
 SHARED_FORMAT = "atropos_shared_memory"
-ALIGNMENT = 64
-"""Alignment in bytes: a cache line, and a multiple of every dtype's size."""
+ALIGNMENT = 64  # bytes: a cache line, and a multiple of every dtype's size
+# Values of a parameter that show a changed layout: hardly one of them would stay in place.
 SAMPLED = 256
-"""Number of values of a parameter that show a changed layout: hardly one of them would stay in
-place."""
 
+# The mapped file of this process, for `describe_shared_file`.
 _mapping: torch.UntypedStorage | None = None
-"""Mapped file of this process, for `describe_shared_file`."""
-
-
 ANOTHER_MODE = (
-    "Single copy needs that; use another weight bridge mode (broadcast, lora_only, lora_restart "
-    "or none)"
+    "Single copy needs that; use another weight bridge mode (broadcast, lora_only, "
+    "lora_restart or none)"
 )
 
 
@@ -64,7 +53,7 @@ class SharedWeightsError(RuntimeError):
 
 @cache
 def register_loaders() -> None:
-    """Register our load formats with vLLM in this process; a second call has no effect."""
+    """Register our load formats with vLLM in this process."""
     register_model_loader(FOLDER_FORMAT)(FolderLoader)
     register_model_loader(PLAIN_FORMAT)(PlainLoader)
     register_model_loader(SHARED_FORMAT)(SharedMemoryLoader)
@@ -75,31 +64,28 @@ class LoadTrace:
     """Observations of a worker while it loaded its model."""
 
     views: dict[str, TensorView]
-    """Places of the checkpoint's tensors, by their own names."""
+    """Places of the checkpoint's tensors."""
     without_view: dict[str, str]
-    """Tensors without a place, with the reason as the end of a sentence."""
+    """Tensors without a place, with the reason as a sentence's end."""
     laid_anew: list[str]
     """Parameters that vLLM gave another layout after its loader had filled them."""
 
 
+# Of this process's model, draft models excluded; None after another loader, or a quantized model's
+# own.
 _trace: LoadTrace | None = None
-"""Trace of this process's model, draft models excluded; None after another loader or a quantized
-model's own."""
 
 
 def why_not_in_place() -> str | None:
-    """Reason against writing new weights over those of this worker's model; None if there is
-    none."""
+    """Return the reason against writing new weights over those of this worker's model."""
     if _trace is None:
-        return (
-            "how its weights were loaded was not recorded: leave out --load-format and "
-            "--quantization"
-        )
+        fix = "leave out --load-format and --quantization"
+        return f"how its weights were loaded was not recorded: {fix}"
     if anew := _trace.laid_anew:
         return (
-            f"after loading vLLM lays out {len(anew)} parameters anew for its kernels, such "
-            f"as {anew[0]}; for a "
-            "mixture of experts on a GPU --moe-backend triton leaves them as they are"
+            f"after loading vLLM lays out {len(anew)} parameters anew for its kernels, such as "
+            f"{anew[0]}; for a mixture of experts on a GPU --moe-backend triton leaves them as "
+            "they are"
         )
     return None
 
@@ -120,12 +106,8 @@ class FolderLoader(DefaultModelLoader):
         model = super().load_model(*args, **kwargs)
         self.keep_plain()
         if (recorder := self._recorder) is not None:
-            now = dict(model.named_parameters())
-            anew = [
-                name
-                for name, was in self._samples.items()
-                if name not in now or not _same(was, now[name])
-            ]
+            now, then = dict(model.named_parameters()), self._samples
+            anew = [name for name in then if name not in now or not _same(then[name], now[name])]
             _trace = LoadTrace(*recorder.views(), anew)
             self._recorder, self._samples = None, {}
         return model
@@ -134,8 +116,7 @@ class FolderLoader(DefaultModelLoader):
         """Load the weights, and report tensors that the model has no place for.
 
         Raises:
-            ValueError: such tensors are in a trainer's weights, so the engine would not serve what
-                is trained.
+            ValueError: such tensors are in a trainer's weights.
         """
         is_draft = model_config.runner_type == "draft"  # a speculative model is not trained
         if folder := "" if is_draft else os.environ.get(ENV_START_WEIGHTS):
@@ -150,6 +131,7 @@ class FolderLoader(DefaultModelLoader):
             super().load_weights(model, model_config)
         self._samples = {name: _sample(parameter) for name, parameter in model.named_parameters()}
         reason = self._recorder.without_place()
+        # In a trainer's weights every tensor is trained, so the engine has to serve each of them.
         if reason and folder:
             raise ValueError(reason)
         if reason:
@@ -164,14 +146,10 @@ class FolderLoader(DefaultModelLoader):
 
 
 def _sample(parameter: torch.Tensor) -> torch.Tensor:
-    """Some values of a parameter, at the same places every time."""
-    drawn = torch.Generator("cpu").manual_seed(
-        0
-    )  # vLLM may have named another device as the default one
-    places = [
-        torch.randint(max(size, 1), (SAMPLED,), generator=drawn, device="cpu")
-        for size in parameter.shape
-    ]
+    """Return some values of a parameter, at the same places every time."""
+    # On the CPU by name: vLLM may have made another device the default one.
+    cpu: dict[str, Any] = {"generator": torch.Generator("cpu").manual_seed(0), "device": "cpu"}
+    places = [torch.randint(max(size, 1), (SAMPLED,), **cpu) for size in parameter.shape]
     values = parameter.detach()
     if parameter.numel() and places:
         values = values[tuple(each.to(parameter.device) for each in places)]
@@ -179,12 +157,12 @@ def _sample(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _same(sample: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Compare bit for bit: unfilled memory may be NaN."""
     now = _sample(parameter)
-    alike = (sample.dtype, sample.shape) == (now.dtype, now.shape)
-    return alike and torch.equal(
-        sample.reshape(-1).view(torch.uint8), now.reshape(-1).view(torch.uint8)
-    )
+    if (sample.dtype, sample.shape) != (now.dtype, now.shape):
+        return False
+    # Bit for bit: unfilled memory may be NaN.
+    was_bits, now_bits = (each.reshape(-1).view(torch.uint8) for each in (sample, now))
+    return torch.equal(was_bits, now_bits)
 
 
 class PlainLoader(FolderLoader):
@@ -206,7 +184,7 @@ class PlainLoader(FolderLoader):
 
 
 class SharedMemoryLoader(PlainLoader):
-    """Plain loader that moves every parameter into this rank's file (`shared_file`)."""
+    """Plain loader that moves every parameter into this rank's file."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
         model = super().load_model(*args, **kwargs)
@@ -215,8 +193,7 @@ class SharedMemoryLoader(PlainLoader):
 
 
 def shared_file() -> Path:
-    """File of this worker's parameters on a CPU: `ATROPOS_SHM_PATH`, with a number appended on
-    ranks other than 0."""
+    """Return this worker's file of parameters on a CPU."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
     rank = get_tensor_model_parallel_rank()
@@ -224,11 +201,10 @@ def shared_file() -> Path:
 
 
 def move_parameters(model: torch.nn.Module, path: Path) -> None:
-    """Copy every parameter into a new file `path` (mode 0600) and make the model use the copy.
+    """Copy every parameter into a new file `path` and make the model use the copy.
 
     Raises:
-        SharedWeightsError: no space, another user's file at `path`, or a parameter that is not
-            dense.
+        SharedWeightsError: no space, another user's file, or a parameter that is not dense.
     """
     global _mapping
     parameters = dict(model.named_parameters())
@@ -238,12 +214,8 @@ def move_parameters(model: torch.nn.Module, path: Path) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
             view = torch.empty(0, dtype=parameter.dtype)
-            view.set_(
-                storage,
-                offsets[name] // parameter.element_size(),
-                parameter.size(),
-                parameter.stride(),
-            )
+            start = offsets[name] // parameter.element_size()
+            view.set_(storage, start, parameter.size(), parameter.stride())
             view.copy_(parameter.data)
             parameter.data = view
     _mapping = storage
@@ -251,16 +223,15 @@ def move_parameters(model: torch.nn.Module, path: Path) -> None:
 
 
 def _layout(parameters: dict[str, torch.nn.Parameter]) -> tuple[dict[str, int], int]:
-    """Byte offset of each parameter, and the total size in bytes."""
+    """Return the byte offset of each parameter, and the total size in bytes."""
     offsets, end = {}, 0
     for name, parameter in parameters.items():
         spans = extent(parameter.size(), parameter.stride())
         if parameter.device.type != "cpu" or parameter.numel() == 0 or spans != parameter.numel():
+            shape, stride = tuple(parameter.shape), parameter.stride()
             raise SharedWeightsError(
-                f"{name} ({parameter.device}, shape {tuple(parameter.shape)}, stride "
-                f"{parameter.stride()}) is not a "
-                "plain dense CPU tensor; this model cannot run in single copy, use another "
-                "weight bridge mode"
+                f"{name} ({parameter.device}, shape {shape}, stride {stride}) is not a plain dense "
+                "CPU tensor; this model cannot run in single copy, use another weight bridge mode"
             )
         offsets[name] = end
         end += -(-parameter.numel() * parameter.element_size() // ALIGNMENT) * ALIGNMENT
@@ -268,30 +239,25 @@ def _layout(parameters: dict[str, torch.nn.Parameter]) -> tuple[dict[str, int], 
 
 
 def _create(path: Path, size: int) -> None:
-    """Create `path` with `size` reserved bytes; replaces a file of an earlier server of this
-    user."""
+    """Create `path` with `size` reserved bytes, in place of an earlier server's file."""
     if path.is_symlink() or (path.exists() and path.stat().st_uid != os.getuid()):
-        raise SharedWeightsError(
-            f"{path} is in the way and not ours; set ATROPOS_SHM_NAME to another name"
-        )
+        fix = "set ATROPOS_SHM_NAME to another name"
+        raise SharedWeightsError(f"{path} is in the way and not ours; {fix}")
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
-        # Reserving now turns a full /dev/shm into an error here rather than a SIGBUS at the first
-        # write.
+        # Otherwise a full /dev/shm would be a SIGBUS at the first write.
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         path.unlink(missing_ok=True)
-        raise SharedWeightsError(
-            f"{path}: cannot reserve {size / 1e6:.0f} MB ({error.strerror}); enlarge "
-            f"/dev/shm or use a smaller model"
-        ) from error
+        fault = f"{path}: cannot reserve {size / 1e6:.0f} MB ({error.strerror})"
+        raise SharedWeightsError(f"{fault}; enlarge /dev/shm or use a smaller model") from error
     finally:
         os.close(descriptor)
 
 
 def describe_shared_file(model: torch.nn.Module) -> Shard:
-    """The shard of a model whose parameters `move_parameters` moved.
+    """Return the shard of a model whose parameters `move_parameters` moved.
 
     Raises:
         SharedWeightsError: something rebound a parameter since.
@@ -300,9 +266,8 @@ def describe_shared_file(model: torch.nn.Module) -> Shard:
     entries = {}
     for name, parameter in _parameters(model):
         if parameter.untyped_storage().data_ptr() != _mapping.data_ptr():
-            raise SharedWeightsError(
-                f"{name} left the shared file after loading; this model cannot run in single copy"
-            )
+            fault = f"{name} left the shared file after loading"
+            raise SharedWeightsError(f"{fault}; this model cannot run in single copy")
         entries[name] = _entry(parameter)
     return Shard(
         kind="shm",
@@ -315,7 +280,7 @@ def describe_shared_file(model: torch.nn.Module) -> Shard:
 
 
 def describe_cuda(model: torch.nn.Module) -> Shard:
-    """The shard of a model on a GPU: one CUDA IPC handle for each parameter, as plain fields.
+    """Return the shard of a model on a GPU, with one CUDA IPC handle for each parameter.
 
     Call it once: each call pins the storages again for a receiver.
     """
@@ -323,9 +288,8 @@ def describe_cuda(model: torch.nn.Module) -> Shard:
     gpu = str(torch.cuda.get_device_properties(next(model.parameters()).device).uuid)
     for name, parameter in _parameters(model):
         if not parameter.is_cuda:
-            raise SharedWeightsError(
-                f"{name} lies on {parameter.device}; single copy needs every parameter on the GPU"
-            )
+            needed = "single copy needs every parameter on the GPU"
+            raise SharedWeightsError(f"{name} lies on {parameter.device}; {needed}")
         entry = _entry(parameter)
         entry.ipc_handle = _cuda_handle(parameter.untyped_storage())
         entries[name] = entry
@@ -335,36 +299,29 @@ def describe_cuda(model: torch.nn.Module) -> Shard:
 
 
 def _views() -> dict[str, TensorView]:
-    """Places of all tensors of the checkpoint.
+    """Return the places of all tensors of the checkpoint.
 
     Raises:
         SharedWeightsError: some tensors have no place, or have lost it.
     """
     if reason := why_not_in_place():
-        raise SharedWeightsError(
-            f"{reason}. Or use another weight bridge mode (lora_only, lora_restart or none)"
-        )
+        fix = "Or use another weight bridge mode (lora_only, lora_restart or none)"
+        raise SharedWeightsError(f"{reason}. {fix}")
     assert _trace is not None, "or there would be a reason"
     if without := _trace.without_view:
         named = "; ".join(f"{name} {why}" for name, why in list(without.items())[:3])
-        raise SharedWeightsError(
-            f"{len(without)} tensors of the checkpoint do not lie in vLLM's parameters as "
-            f"they are: {named}. "
-            f"{ANOTHER_MODE}"
-        )
+        fault = f"{len(without)} tensors of the checkpoint do not lie in vLLM's parameters"
+        raise SharedWeightsError(f"{fault} as they are: {named}. {ANOTHER_MODE}")
     return _trace.views
 
 
 def _cuda_handle(storage: torch.UntypedStorage) -> CudaIpc:
     try:
-        device, handle, size, offset, counter, counter_offset, event, event_sync = (
-            storage._share_cuda_()
-        )
+        shared = storage._share_cuda_()
     except RuntimeError as error:
-        raise SharedWeightsError(
-            f"CUDA IPC refused a parameter ({error}); unset PYTORCH_CUDA_ALLOC_CONF and do "
-            f"not use --enable-sleep-mode"
-        ) from error
+        fix = "unset PYTORCH_CUDA_ALLOC_CONF and do not use --enable-sleep-mode"
+        raise SharedWeightsError(f"CUDA IPC refused a parameter ({error}); {fix}") from error
+    device, handle, size, offset, counter, counter_offset, event, event_sync = shared
     return CudaIpc(
         device=device,
         handle=base64.b64encode(handle).decode(),
@@ -387,7 +344,7 @@ def _entry(parameter: torch.nn.Parameter) -> TensorEntry:
 
 
 def _aliases(model: torch.nn.Module) -> dict[str, str]:
-    """Further names of listed parameters, such as a tied `lm_head.weight`."""
+    """Return further names of listed parameters, such as a tied `lm_head.weight`."""
     first = {parameter: name for name, parameter in _parameters(model)}
     return {
         name: first[parameter]
@@ -397,17 +354,13 @@ def _aliases(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _parameters(model: torch.nn.Module, **options: bool) -> Iterator[Named]:
-    """`named_parameters` with the names of a model without adapters: LoRA wraps each layer, which
-    is then called `base_layer`."""
-    return (
-        (name.replace(".base_layer.", "."), param)
-        for name, param in model.named_parameters(**options)
-    )
+    # LoRA wraps each layer, which is then called `base_layer`.
+    for name, parameter in model.named_parameters(**options):
+        yield name.replace(".base_layer.", "."), parameter
 
 
+# Parameters of vLLM's mixtures of experts: [experts, 2 * width, hidden], [experts, hidden, width].
 EXPERTS = ("w13_weight", "w2_weight")
-"""Parameters of vLLM's mixtures of experts, shapes [experts, 2 * width, hidden] and [experts,
-hidden, width]."""
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 _ACTIVATIONS: dict[str, Activation] = {
@@ -418,8 +371,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 class PlainLayers:
-    """Keeps the weights of a model just loaded, and restores them after vLLM has processed the
-    layers."""
+    """Keeps the weights of a model just loaded, and restores them after vLLM's processing."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._weights: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
@@ -429,13 +381,10 @@ class PlainLayers:
             # width].
             if weight is not None and weight.ndim < 3:
                 self._weights.append((module, "weight", weight))
-                # vLLM's own switch (0.28 and later) for layers whose weight is read elsewhere: no
-                # repacking.
+                # vLLM's own switch (0.28 and later) against repacking.
                 module._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
-            if (
-                all(name in module._parameters for name in EXPERTS)
-                and "w13_bias" not in module._parameters
-            ):
+            own = module._parameters
+            if all(name in own for name in EXPERTS) and "w13_bias" not in own:
                 self._weights += [(module, name, module.get_parameter(name)) for name in EXPERTS]
 
     def restore(self) -> None:
@@ -451,8 +400,7 @@ class PlainLayers:
 
 
 def _computes_plainly(experts: Any) -> bool:
-    """Make these experts compute from their parameters; return False, without a change, for an
-    unknown kind."""
+    """Make these experts compute from their parameters; return False for an unknown kind."""
     kernel: Any = getattr(getattr(experts, "quant_method", None), "moe_kernel", None)
     activation = _ACTIVATIONS.get(getattr(getattr(experts, "activation", None), "value", ""))
     if not hasattr(kernel, "fused_experts") or activation is None:
@@ -469,14 +417,14 @@ def _computes_plainly(experts: Any) -> bool:
         apply_router_weight_on_input: bool,
         **__: Any,
     ) -> None:
+        # [tokens, hidden]: the sum of each token's experts, weighed by the router.
         output.zero_()
         for expert in topk_ids.unique().tolist():
             rows, slots = (topk_ids == expert).nonzero(as_tuple=True)
             gate, up = linear(hidden_states[rows], w1[expert]).chunk(2, dim=-1)
             answer = linear(activation(gate) * up, w2[expert])
-            if (
-                not apply_router_weight_on_input
-            ):  # the weight is already applied to the hidden states
+            # Else the weight is already in the hidden states.
+            if not apply_router_weight_on_input:
                 answer = answer * topk_weights[rows, slots, None].to(answer.dtype)
             output.index_add_(0, rows, answer)
 

@@ -1,13 +1,4 @@
-"""`POST /bridge/load`: serve the safetensors of a folder, in place or from the next start on.
-
-In place, vLLM's own `load_weights` writes over the parameters in memory: it splits for tensor
-parallelism, a tied head is one parameter, and CUDA graphs stay valid. This is right where every
-kind of layer computes from the parameter itself. Other models (`obstacle`) get the new weights at a
-restart.
-
-vLLM's `reload_weights` is unsuitable: every layer would process its weights again, which on a CPU
-repacks them and leaves a tied head stale; it also renames the served model.
-"""
+"""`POST /bridge/load`: serve the safetensors of a folder, in place or from the next start on."""
 
 from __future__ import annotations
 
@@ -36,8 +27,8 @@ logger = logging.getLogger(__name__)
 Shapes = dict[str, tuple[int, ...]]
 """Tensor name -> shape, of a whole checkpoint."""
 
+# Values of --load-format that read a trainer's files.
 SAFETENSORS_FORMATS = ("auto", "hf", "safetensors")
-"""Values of --load-format that read a trainer's files."""
 
 
 class RefusedWeights(NotDone):
@@ -60,7 +51,7 @@ class StartWeights(BaseModel):
 
 
 def note_of(config: ServerConfig) -> StartWeights | None:
-    """Weights that an earlier server recorded for this start, if they still exist."""
+    """Return the weights that an earlier server recorded for this start, if they still exist."""
     try:
         note = StartWeights.model_validate_json(config.start_weights_path.read_bytes())
         folder_of_run(note.path, config.run_dir, "weights", RefusedWeights)
@@ -74,8 +65,7 @@ def note_of(config: ServerConfig) -> StartWeights | None:
 
 
 def prepare_start(config: ServerConfig, args: Namespace, *, plain: bool) -> None:
-    """Choose the loader: `plain` keeps weights writable, and recorded weights replace the
-    model's."""
+    """Choose the loader: `plain` keeps weights writable."""
     os.environ.pop(ENV_START_WEIGHTS, None)
     if args.load_format in SAFETENSORS_FORMATS:
         args.load_format = PLAIN_FORMAT if plain else FOLDER_FORMAT
@@ -87,15 +77,14 @@ def prepare_start(config: ServerConfig, args: Namespace, *, plain: bool) -> None
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint; `consolidated*` is Mistral's second copy under other
-    names."""
-    return sorted(
-        file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated")
-    )
+    """Return the safetensors files of a checkpoint."""
+    # `consolidated*` is Mistral's second copy under other names.
+    files = folder.glob("*.safetensors")
+    return sorted(file for file in files if not file.name.startswith("consolidated"))
 
 
 def shapes_in(folder: Path) -> Shapes:
-    """Shapes of a checkpoint's tensors, from the files' headers alone.
+    """Return the shapes of a checkpoint's tensors, from the files' headers alone.
 
     Raises:
         RefusedWeights: no safetensors, or an incomplete file.
@@ -119,17 +108,14 @@ def require_same(new: Shapes, own: Shapes, *, tied: bool) -> None:
     Raises:
         RefusedWeights: names the first tensors that differ.
     """
+    # A tied head may be in one checkpoint and not in the other.
     passed = {TIED_HEAD} if tied else set()
-    own, new = (
-        {name: of[name] for name in of if not name.endswith(NO_WEIGHT)} for of in (own, new)
-    )
+    passed |= {name for name in own.keys() | new.keys() if name.endswith(NO_WEIGHT)}
     odd = [f"{name} is missing" for name in sorted(own.keys() - new.keys() - passed)]
     odd += [f"{name} is not of this model" for name in sorted(new.keys() - own.keys() - passed)]
-    odd += [
-        f"{name} is {list(new[name])}, not {list(own[name])}"
-        for name in sorted(own.keys() & new.keys())
-        if new[name] != own[name]
-    ]
+    for name in sorted(own.keys() & new.keys()):
+        if new[name] != own[name] and not name.endswith(NO_WEIGHT):
+            odd.append(f"{name} is {list(new[name])}, not {list(own[name])}")
     if odd:
         more = f" and {len(odd) - 4} more" if len(odd) > 4 else ""
         raise RefusedWeights(f"these are the weights of another model: {'; '.join(odd[:4])}{more}")
@@ -143,13 +129,12 @@ class Reloader:
         self._args = args
         self._own: Shapes | None = None
         bridge.started_from = os.environ.get(ENV_START_WEIGHTS)
+        offloaded = getattr(args, "cpu_offload_gb", 0)
         obstacles = {
             "it was started without ATROPOS_WEIGHT_UPDATES=1": not bridge.config.weight_updates,
             f"{bridge.not_in_place}": bridge.not_in_place,
             "it serves adapters (--enable-lora)": args.enable_lora,
-            "a part of its weights is offloaded (--cpu-offload-gb)": getattr(
-                args, "cpu_offload_gb", 0
-            ),
+            "a part of its weights is offloaded (--cpu-offload-gb)": offloaded,
             "it has several replicas (--data-parallel-size)": int(args.data_parallel_size) > 1,
         }
         bridge.load_obstacle = next((reason for reason, holds in obstacles.items() if holds), None)
@@ -158,8 +143,7 @@ class Reloader:
         """Serve the weights in `path` as `weight_version`.
 
         Raises:
-            RefusedWeights: the old weights still answer; or, where the model has no place for some
-                tensors, no request is answered.
+            RefusedWeights: the old weights still answer; or nothing does, if tensors have no place.
             BrokenLoad: the server is now unhealthy and refuses requests.
         """
         folder = folder_of_run(request.path, self.bridge.config.run_dir, "weights", RefusedWeights)
@@ -167,20 +151,15 @@ class Reloader:
         if request.at_restart:
             return self._note(folder, request)
         state = self.bridge.state
-        if (
-            self.bridge.started_from == str(folder)
-            and state.weight_version is None
-            and not state.dirty
-        ):
+        untouched = state.weight_version is None and not state.dirty
+        if untouched and self.bridge.started_from == str(folder):
             return await self._as_started(request)
         if reason := self.bridge.load_obstacle:
-            raise RefusedWeights(
-                f"weights cannot be loaded into this server while it runs: {reason}. Restart it"
-            )
+            fault = "weights cannot be loaded into this server while it runs"
+            raise RefusedWeights(f"{fault}: {reason}. Restart it")
         own = await asyncio.to_thread(self._own_shapes)
-        require_same(
-            shapes, own, tied=bool(self.bridge.engine.model_config.hf_config.tie_word_embeddings)
-        )
+        tied = bool(self.bridge.engine.model_config.hf_config.tie_word_embeddings)
+        require_same(shapes, own, tied=tied)
         async with self.bridge.lock:
             if self.bridge.sleeping:
                 raise RefusedWeights(ASLEEP)
@@ -190,20 +169,18 @@ class Reloader:
         phases: dict[str, float] = {}
         with timed(phases, "pause"):
             await self.bridge.freeze_to_write(request, request.lease_s)
+        # Not vLLM's `reload_weights`: every layer would process its weights again, which on a CPU
+        # repacks them and leaves a tied head stale; it also renames the served model.
+        call = self.bridge.engine.collective_rpc("atropos_load_weights", args=(str(folder),))
         try:
-            found = await asyncio.wait_for(
-                self.bridge.engine.collective_rpc("atropos_load_weights", args=(str(folder),)),
-                request.lease_s,
-            )
+            found = await asyncio.wait_for(call, request.lease_s)
             if failed := next((rank["failed"] for rank in found if "failed" in rank), None):
                 raise RuntimeError(failed)
         except Exception as error:
             late = f"no end after {request.lease_s:g} s"
             what = late if isinstance(error, TimeoutError) else str(error) or repr(error)
-            fault = (
-                f"the load of {folder} broke off, so weights are mixed: "
-                f"{' '.join(what.split())[:300]}"
-            )
+            why = " ".join(what.split())[:300]
+            fault = f"the load of {folder} broke off, so weights are mixed: {why}"
             self.bridge.fail(fault)
             raise BrokenLoad(fault) from error
         if reason := next((rank["without_place"] for rank in found if rank["without_place"]), None):
@@ -214,12 +191,8 @@ class Reloader:
         with timed(phases, "resume"):
             await self.bridge.reset_prefix_cache()
             await self.bridge.declare(request.weight_version)
-        logger.info(
-            "weights of version %d serve after %.3f s: %s",
-            request.weight_version,
-            sum(phases.values()),
-            folder,
-        )
+        version, took_s = request.weight_version, sum(phases.values())
+        logger.info("weights of version %d serve after %.3f s: %s", version, took_s, folder)
         return self._answer(phases, tensors=int(found[0]["tensors"]), size=int(found[0]["bytes"]))
 
     async def _as_started(self, request: LoadWeightsRequest) -> WeightsLoaded:
@@ -241,13 +214,11 @@ class Reloader:
         if not config.weight_updates:
             raise RefusedWeights(f"{self.bridge.load_obstacle}")
         if config.private_dir:
-            raise RefusedWeights(
-                "a restarted server would not find these weights: start this one with LOGDIR=DIR"
-            )
-        if self._args.load_format not in (*SAFETENSORS_FORMATS, FOLDER_FORMAT, PLAIN_FORMAT):
-            raise RefusedWeights(
-                f"--load-format {self._args.load_format} does not read safetensors: leave it out"
-            )
+            fix = "start this one with LOGDIR=DIR"
+            raise RefusedWeights(f"a restarted server would not find these weights: {fix}")
+        form = self._args.load_format
+        if form not in (*SAFETENSORS_FORMATS, FOLDER_FORMAT, PLAIN_FORMAT):
+            raise RefusedWeights(f"--load-format {form} does not read safetensors: leave it out")
         note = StartWeights(path=str(folder), weight_version=request.weight_version)
         write_private(config.start_weights_path, note.model_dump_json())
         return self._answer({})
@@ -264,26 +235,22 @@ class Reloader:
         )
 
     def _own_shapes(self) -> Shapes:
-        """Shapes of the checkpoint that this server loaded.
+        """Return the shapes of the checkpoint that this server loaded.
 
         Raises:
             RefusedWeights: it is not in safetensors, so there is nothing to compare with.
         """
         if self._own is None:
-            known = [
-                Path(path).expanduser()
-                for path in (self.bridge.started_from, self._args.model)
-                if path
-            ]
-            folder = next(
-                (path for path in known if path.is_dir()), None
-            )  # the trainer may have removed the first one
+            places = filter(None, (self.bridge.started_from, self._args.model))
+            known = [Path(path).expanduser() for path in places]
+            # The trainer may have removed the first one.
+            folder = next((path for path in known if path.is_dir()), None)
             self._own = shapes_in(folder or _downloaded(self._args))
         return self._own
 
 
 def _downloaded(args: Namespace) -> Path:
-    """Local folder of a hub model's files.
+    """Return the local folder of a hub model's files.
 
     Raises:
         RefusedWeights: the files are not here.
@@ -292,27 +259,24 @@ def _downloaded(args: Namespace) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(
-            snapshot_download(
-                args.model,
-                revision=args.revision,
-                cache_dir=args.download_dir,
-                local_files_only=True,
-                allow_patterns=["*.safetensors"],
-            )
+        folder = snapshot_download(
+            args.model,
+            revision=args.revision,
+            cache_dir=args.download_dir,
+            local_files_only=True,
+            allow_patterns=["*.safetensors"],
         )
     except (LocalEntryNotFoundError, ValueError) as error:
-        raise RefusedWeights(
-            f"the files of {args.model} are not in the cache, to compare with: {error}"
-        ) from None
+        fault = f"the files of {args.model} are not in the cache, to compare with"
+        raise RefusedWeights(f"{fault}: {error}") from None
+    return Path(folder)
 
 
 def load_in_worker(worker: Any, path: str) -> dict[str, Any]:
     """Write the safetensors of `path` over the parameters of this worker's model.
 
     Returns:
-        What was read, seconds by phase, and under `without_place` the message about skipped
-        tensors.
+        What was read, seconds by phase, and `without_place`: the message about skipped tensors.
 
     Raises:
         RuntimeError: a parameter got no values.
@@ -335,12 +299,13 @@ def load_in_worker(worker: Any, path: str) -> dict[str, Any]:
 
     began = time.perf_counter()
     recorder = CopyRecorder(model)
+    # vLLM's own loader splits for tensor parallelism and writes over the parameters in memory, so
+    # CUDA graphs stay valid.
     with recorder, set_current_vllm_config(worker.vllm_config):
         model.load_weights(recorder.one_by_one(tensors()))
     if left := recorder.untouched():
-        raise RuntimeError(
-            f"{len(left)} parameters were not written, such as {', '.join(left[:3])}"
-        )
+        examples = ", ".join(left[:3])
+        raise RuntimeError(f"{len(left)} parameters were not written, such as {examples}")
     loaded = time.perf_counter()
     if first.is_cuda:
         torch.cuda.synchronize(first.device)
@@ -349,7 +314,6 @@ def load_in_worker(worker: Any, path: str) -> dict[str, Any]:
 
 
 def make_router(reloader: Reloader) -> APIRouter:
-    """The route; like all of `/bridge` it needs the token."""
     router = APIRouter()
 
     @router.post("/bridge/load")
