@@ -27,8 +27,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
+from atropos_tui.monitor.charts import Along
 from atropos_tui.monitor.overlay import by_setting, read_runs, summary
-from atropos_tui.monitor.reading import Along
 from atropos_tui.monitor.report import chart_over, environment
 from atropos_tui.monitor.report_charts import SVG, draw
 from benchmarks.children import free_ports, up

@@ -42,9 +42,9 @@ from atropos_common.protocol.control import CommandRequest, Role, State
 from atropos_common.protocol.record_tail import RecordTail
 from atropos_common.protocol.records import StepRecord
 from atropos_common.system.run_dir import RunDir
-from atropos_tui.monitor.explain.verdict import Verdict, verdict
 from atropos_tui.monitor.run.run_files import RunFeed, read_info
 from atropos_tui.monitor.run.state import RunState
+from atropos_tui.monitor.verdict import Verdict, verdict
 from atropos_tui.profile.load import find_profile
 from atropos_tui.profile.spec import LogCheck, Probe, Probes, RestartPolicy
 from atropos_tui.supervisor.client import ControlClient

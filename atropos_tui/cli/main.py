@@ -20,7 +20,7 @@ from pathlib import Path
 from atropos_tui import __version__
 from atropos_tui.cli.parser import build_parser, command_names
 from atropos_tui.errors import LEAST_FILES, Elsewhere, Exit, Problem, UserError
-from atropos_tui.gate import gated
+from atropos_tui.streams import gated
 
 
 def run(argv: Sequence[str]) -> int:

@@ -30,7 +30,6 @@ from atropos_common.protocol.records import (
     TimingRecord,
 )
 from atropos_common.system.run_dir import RunDir
-from atropos_tui.monitor.explain.why import next_stage
 from atropos_tui.monitor.format import (
     TONES,
     Tone,
@@ -44,6 +43,7 @@ from atropos_tui.monitor.format import (
     seconds_text,
 )
 from atropos_tui.monitor.run.run_files import is_crashed
+from atropos_tui.monitor.why import next_stage
 
 T = TypeVar("T")
 _BEYOND_ASCII = re.compile("[^ -~\n]")

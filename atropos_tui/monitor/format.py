@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from typing import Literal
 
 from atropos_common.protocol.control import State
 from atropos_common.protocol.records import StateRecord
-from atropos_tui.gate import MAX_COLUMNS as MAX_COLUMNS
-from atropos_tui.gate import one_line as one_line
-from atropos_tui.gate import plain_lines as plain_lines
-from atropos_tui.gate import plain_text as plain_text
 from atropos_tui.profile.errors import counted as counted
 from atropos_tui.profile.redact import mask
+from atropos_tui.streams import MAX_COLUMNS as MAX_COLUMNS
+from atropos_tui.streams import one_line as one_line
+from atropos_tui.streams import plain_lines as plain_lines
+from atropos_tui.streams import plain_text as plain_text
 
 Tone = Literal["good", "busy", "warn", "bad", "dim"]
 _LOOKS: dict[State, tuple[str, Tone]] = {
@@ -83,6 +84,14 @@ def duration(seconds: float | None) -> str:
     if hours >= 48:
         return f"{hours // 24} d {hours % 24:02d} h"
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def clock(at: float) -> str:
+    """Return the local time of day."""
+    try:
+        return f"{datetime.fromtimestamp(at):%H:%M:%S}"
+    except (ValueError, OverflowError, OSError):
+        return "--:--:--"
 
 
 def seconds_text(value: float | None) -> str:

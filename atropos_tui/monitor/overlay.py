@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from atropos_common.system.run_dir import RunDir
-from atropos_tui.monitor.charts import NOISY
+from atropos_tui.monitor.charts import NOISY, Along, Ruler, is_smoothed, smooth
 from atropos_tui.monitor.format import (
     counted,
     duration,
@@ -23,7 +23,6 @@ from atropos_tui.monitor.format import (
     seconds_text,
     text_table,
 )
-from atropos_tui.monitor.reading import Along, Ruler, is_smoothed, smooth
 from atropos_tui.monitor.run.run_files import RunInfo, load_run, names_of, read_toml
 from atropos_tui.monitor.run.series import Series, mean
 from atropos_tui.monitor.run.state import RunState

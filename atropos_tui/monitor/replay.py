@@ -38,8 +38,8 @@ from atropos_common.protocol.records import (
     StepRecord,
 )
 from atropos_common.system.run_dir import LATEST_TIME, RunDir
-from atropos_tui.monitor.logs.log_buffer import EntryMaker, LogEntry
-from atropos_tui.monitor.logs.log_reader import LogLine, LogReader, MergedLogs
+from atropos_tui.monitor.log_buffer import EntryMaker, LogEntry
+from atropos_tui.monitor.log_reader import LogLine, LogReader, MergedLogs
 from atropos_tui.monitor.run.run_files import (
     RecordBatch,
     RunInfo,

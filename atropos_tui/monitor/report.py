@@ -27,9 +27,7 @@ from atropos_common.system.run_dir import LATEST_TIME, RunDir
 from atropos_tui import __version__
 from atropos_tui.diagnoses import severity_of
 from atropos_tui.monitor.bench import benchmark_state, origin, summary_sections, tokens_per_second
-from atropos_tui.monitor.charts import CHARTS, WRITERS, ChartSpec, CurveSpec
-from atropos_tui.monitor.explain.verdict import GLYPHS, verdict
-from atropos_tui.monitor.explain.why import open_diagnoses
+from atropos_tui.monitor.charts import CHARTS, WRITERS, Along, ChartSpec, CurveSpec
 from atropos_tui.monitor.format import (
     counted,
     duration,
@@ -39,8 +37,8 @@ from atropos_tui.monitor.format import (
     plain_text,
     real,
 )
-from atropos_tui.monitor.logs.log_buffer import Classifier
-from atropos_tui.monitor.logs.log_reader import LogReader
+from atropos_tui.monitor.log_buffer import Classifier
+from atropos_tui.monitor.log_reader import LogReader
 from atropos_tui.monitor.overlay import (
     PLACES,
     MetricLine,
@@ -56,7 +54,6 @@ from atropos_tui.monitor.overlay import (
     settings_table,
     splits,
 )
-from atropos_tui.monitor.reading import Along
 from atropos_tui.monitor.report_charts import PageChart, PageCurve, charts, draw, system_charts
 from atropos_tui.monitor.rollout_groups import (
     RolloutGroup,
@@ -67,8 +64,15 @@ from atropos_tui.monitor.rollout_groups import (
 )
 from atropos_tui.monitor.run.run_files import RunInfo, is_crashed, load_run, read_json
 from atropos_tui.monitor.run.series import Series, mean
-from atropos_tui.monitor.run.state import COMMANDS_KEPT, DIAGNOSES_KEPT, TRANSITIONS_KEPT, RunState
-from atropos_tui.monitor.run.timeline import timeline
+from atropos_tui.monitor.run.state import (
+    COMMANDS_KEPT,
+    DIAGNOSES_KEPT,
+    TRANSITIONS_KEPT,
+    RunState,
+    timeline,
+)
+from atropos_tui.monitor.verdict import GLYPHS, verdict
+from atropos_tui.monitor.why import open_diagnoses
 from atropos_tui.profile.redact import mask
 from trainer_core.config import TrainingConfig
 

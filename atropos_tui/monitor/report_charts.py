@@ -27,11 +27,14 @@ from atropos_tui.monitor.charts import (
     HELD_OUT,
     PAGE,
     WRITERS,
+    Along,
     ChartSpec,
     CurveSpec,
+    Mark,
+    marks,
+    value_at,
 )
 from atropos_tui.monitor.format import bytes_text, masked_line, seconds_text
-from atropos_tui.monitor.reading import Along, Mark, marks, value_at
 from atropos_tui.monitor.run.series import MOST_STEPS, Series, averaged, on_scale, thin
 from atropos_tui.monitor.run.state import RunState
 

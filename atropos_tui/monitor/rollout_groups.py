@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Literal, get_args
 
 from atropos_common.protocol.records import RolloutRecord
-from atropos_tui.monitor.logs.patterns import Pattern
+from atropos_tui.monitor.patterns import Pattern
 
 Change = Literal["same", "gone", "new"]
 _WORDS = re.compile(r"\w+|\s+|[^\w\s]")

@@ -25,9 +25,9 @@ from atropos_common.system.run_dir import ENV_TOKEN
 from atropos_tui.diagnoses import rule_of
 from atropos_tui.diagnoses.model import NOT_NOTIFIED
 from atropos_tui.errors import Exit
-from atropos_tui.gate import write_own
 from atropos_tui.profile.redact import REDACTED, mask
 from atropos_tui.profile.spec import NotifyPolicy, StackSpec
+from atropos_tui.streams import write_own
 from atropos_tui.supervisor.journal.store import RunResult, Store, SubscriberDroppedError
 from atropos_tui.supervisor.processes.launch import resolve
 from atropos_tui.supervisor.processes.process import LaunchError

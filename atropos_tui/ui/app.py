@@ -25,16 +25,15 @@ from atropos_common.protocol.control import Phase, RunStatus, State
 from atropos_common.protocol.records import CommandRecord, GaugesRecord
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.monitor.bench import RunBenchmark, benchmark_state
-from atropos_tui.monitor.format import one_line
-from atropos_tui.monitor.logs.log_buffer import LogFeed
+from atropos_tui.monitor.charts import Looking
+from atropos_tui.monitor.format import clock, one_line
+from atropos_tui.monitor.log_buffer import LogFeed
 from atropos_tui.monitor.overlay import RunCurves, read_runs, settings_of
-from atropos_tui.monitor.reading import Looking
 from atropos_tui.monitor.run.run_files import RunInfo, exit_code, status_from_files
 from atropos_tui.monitor.run.state import RunState
-from atropos_tui.monitor.run.timeline import clock
 from atropos_tui.monitor.run_list import other_runs
 from atropos_tui.supervisor.client import ControlClient
-from atropos_tui.ui import preferences
+from atropos_tui.ui import user_files
 from atropos_tui.ui.commands import CommandApp, Outcome, explained, palette
 from atropos_tui.ui.dialogs import ChooseCurvesDialog, ChooseRunsDialog, HelpDialog, TextDialog
 from atropos_tui.ui.feed import (
@@ -55,9 +54,8 @@ from atropos_tui.ui.widgets.curves import Chart, ChartGrid
 from atropos_tui.ui.widgets.details import StepPanel
 from atropos_tui.ui.widgets.events import Events
 from atropos_tui.ui.widgets.header import Notices
-from atropos_tui.ui.widgets.listing import Listing
 from atropos_tui.ui.widgets.log_view import LogView
-from atropos_tui.ui.widgets.panel import Panel, View
+from atropos_tui.ui.widgets.panel import Listing, Panel, View
 from atropos_tui.ui.widgets.rollouts import RolloutDetail, Rollouts
 
 # Seconds between two draws: of changes, and of curves.
@@ -194,7 +192,7 @@ class CockpitApp(CommandApp):
         self._idle: tuple[str, ...] = ()
         self._view_name = "overview"
         self._way_back: list[str] = []  # for Esc
-        self.chosen = preferences.charts()
+        self.chosen = user_files.charts()
         self.looking = Looking(self.chosen.lens())
         # Runs on the same axes as this one, in the order of the choice.
         self.others: dict[Path, RunCurves] = {}
@@ -583,7 +581,7 @@ class CockpitApp(CommandApp):
         kept = self.chosen.through(self.looking.lens)
         if kept != self.chosen:
             self.chosen = kept
-            preferences.keep(charts=kept)
+            user_files.keep(charts=kept)
         self.draw_now(Chart)
 
     def on_chart_asked(self, message: Chart.Asked) -> None:
@@ -650,7 +648,7 @@ class CockpitApp(CommandApp):
         wanted = await self.push_screen_wait(ChooseCurvesDialog(names, self.chosen.metrics))
         if isinstance(wanted, list):
             self.chosen = replace(self.chosen, metrics=tuple(wanted))
-            preferences.keep(charts=self.chosen)
+            user_files.keep(charts=self.chosen)
             self.action_view("training")
             await self.draw_chosen()
 
@@ -700,10 +698,10 @@ def run_cockpit(run_dir: Path, *, read_only: bool = False) -> Outcome:
 
 def with_theme(app: CockpitApp) -> CockpitApp:
     """Apply ATROPOS_THEME, the user's last choice, or the terminal's default."""
-    wish = os.environ.get("ATROPOS_THEME") or preferences.theme()
+    wish = os.environ.get("ATROPOS_THEME") or user_files.theme()
     known = app.available_themes
     # Ask the terminal for its background only without a valid choice: the answer may take up to
     # half a second.
     app.theme = first_theme(wish, known, None if wish in known else ground())
-    app.keep_theme = lambda name: preferences.keep(theme=name)
+    app.keep_theme = lambda name: user_files.keep(theme=name)
     return app

@@ -18,10 +18,10 @@ from textual.widget import Widget
 
 from atropos_common.protocol.control import Action, CommandRequest, ComponentStatus
 from atropos_common.protocol.records import CommandRecord
-from atropos_tui.gate import harmless
 from atropos_tui.monitor.format import one_line
+from atropos_tui.streams import harmless
 from atropos_tui.supervisor.client import Refused
-from atropos_tui.ui import faults
+from atropos_tui.ui import user_files
 from atropos_tui.ui.dialogs import ConfirmDialog, QuitDialog
 from atropos_tui.ui.feed import Feed
 from atropos_tui.ui.widgets.bars import CommandBar
@@ -74,7 +74,7 @@ class CommandApp(App[Outcome]):
     def _fatal_error(self) -> None:
         # Textual's method prints a traceback with all local variables. For a long run that takes
         # minutes, in which no key works.
-        faults.record(self._exception or RuntimeError("unknown"), "the screen")
+        user_files.record_error(self._exception or RuntimeError("unknown"), "the screen")
         self._close_messages_no_wait()
 
     def get_line_filters(self) -> Sequence[LineFilter]:

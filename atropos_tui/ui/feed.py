@@ -30,7 +30,7 @@ from atropos_common.protocol.control import (
 )
 from atropos_common.protocol.records import Record, RecordError
 from atropos_common.system.run_dir import RunDir
-from atropos_tui.monitor.logs.log_buffer import LogEntry, LogFeed
+from atropos_tui.monitor.log_buffer import LogEntry, LogFeed
 from atropos_tui.monitor.run.run_files import (
     RecordBatch,
     RunFeed,

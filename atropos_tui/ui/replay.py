@@ -10,9 +10,9 @@ from textual.binding import Binding, BindingType
 from textual.widget import Widget
 from textual.widgets import Input
 
+from atropos_tui.monitor.format import clock as time_of_day
 from atropos_tui.monitor.format import duration
 from atropos_tui.monitor.replay import Replay, ReplayClock
-from atropos_tui.monitor.run.timeline import clock as time_of_day
 from atropos_tui.ui.app import CockpitApp, with_theme
 from atropos_tui.ui.commands import Outcome
 from atropos_tui.ui.feed import Feed

@@ -10,9 +10,8 @@ from textual.containers import Horizontal
 from textual.widget import Widget
 from textual.widgets import Static
 
-from atropos_tui.ui.widgets.alignment import AlignmentPanel
 from atropos_tui.ui.widgets.bars import CommandBar, Keys, SearchBar, ViewsLine
-from atropos_tui.ui.widgets.benchmark import Benchmark, Summary
+from atropos_tui.ui.widgets.benchmark import AlignmentPanel, Benchmark, Summary
 from atropos_tui.ui.widgets.components import Components
 from atropos_tui.ui.widgets.curves import Chart, ChartGrid
 from atropos_tui.ui.widgets.details import Details, StepPanel

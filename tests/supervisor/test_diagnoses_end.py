@@ -33,11 +33,11 @@ from atropos_tui.diagnoses.model import NO_METRICS, OWN_RULES, QUIET_S, WORK_S, 
 from atropos_tui.diagnoses.node_rules import NODE_LOST
 from atropos_tui.diagnoses.stall_rules import STALL_RULES, ApiView, RunSnapshot, StallRule
 from atropos_tui.diagnoses.watcher import GONE_S, Watcher
-from atropos_tui.monitor.explain.verdict import verdict
-from atropos_tui.monitor.explain.why import Picture, open_diagnoses
 from atropos_tui.monitor.report import _diagnosis as reported
 from atropos_tui.monitor.run.run_files import PlannedComponent, RunInfo, component_rows
 from atropos_tui.monitor.run.state import RunState
+from atropos_tui.monitor.verdict import verdict
+from atropos_tui.monitor.why import Picture, open_diagnoses
 from atropos_tui.profile.spec import AlertSpec, StackSpec
 from tests.supervisor.harness import part
 from tests.supervisor.test_diagnoses_flow import GROUP_SIZE, WAITS, flow

@@ -14,8 +14,8 @@ from typing import Any
 
 from atropos_common.protocol.control import CommandRequest, ComponentStatus, State
 from atropos_common.protocol.records import StageRecord
-from atropos_tui.monitor.explain.why import Picture
 from atropos_tui.monitor.run.run_files import load_run, status_from_files
+from atropos_tui.monitor.why import Picture
 from atropos_tui.profile.spec import Probe, Probes, RestartPolicy, Stage, StageCheck
 from tests.supervisor.harness import QUICK, Running, part, python, ready
 

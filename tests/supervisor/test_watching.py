@@ -15,9 +15,9 @@ import pytest
 from atropos_common.protocol.control import CommandRequest, Role, RunStatus
 from atropos_common.protocol.records import DiagnosisRecord
 from atropos_tui.diagnoses import log_scanner, stall_rules, watcher
-from atropos_tui.monitor.explain.verdict import verdict
-from atropos_tui.monitor.explain.why import open_diagnoses
 from atropos_tui.monitor.run.run_files import load_run, status_from_files
+from atropos_tui.monitor.verdict import verdict
+from atropos_tui.monitor.why import open_diagnoses
 from atropos_tui.profile.spec import FileCheck, LogCheck, Probe, Probes, StopPolicy
 from atropos_tui.supervisor.component import stuck
 from tests.supervisor.harness import NEVER, QUICK, SLEEP, Running, part, python, ready, wait_until

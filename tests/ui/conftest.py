@@ -28,7 +28,7 @@ from atropos_tui.profile.spec import (
     StopPolicy,
 )
 from atropos_tui.supervisor.client import ControlClient
-from atropos_tui.ui import faults
+from atropos_tui.ui import user_files
 from atropos_tui.ui.app import CockpitApp, Outcome
 from atropos_tui.ui.feed import Control
 from atropos_tui.ui.widgets.components import Components
@@ -91,10 +91,10 @@ def own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def no_failed_panel() -> Iterator[None]:
     """Fail where a panel hid an error of its own; a test that provokes one forgets it with
-    `faults.forget()`."""
-    faults.forget()
+    `user_files.forget_errors()`."""
+    user_files.forget_errors()
     yield
-    assert not faults.recorded()
+    assert not user_files.recorded_errors()
 
 
 Supervise = Callable[[StackSpec], RunDir]

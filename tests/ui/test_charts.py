@@ -13,11 +13,11 @@ from textual.widgets._footer import FooterKey
 
 from atropos_common.protocol.records import DiagnosisRecord
 from atropos_common.system.run_dir import RunDir
-from atropos_tui.monitor.logs.log_buffer import LogEntry
-from atropos_tui.monitor.reading import Along
+from atropos_tui.monitor.charts import Along
+from atropos_tui.monitor.format import clock
+from atropos_tui.monitor.log_buffer import LogEntry
 from atropos_tui.monitor.run.series import MOST_POINTS
-from atropos_tui.monitor.run.timeline import clock
-from atropos_tui.ui import preferences
+from atropos_tui.ui import user_files
 from atropos_tui.ui.dialogs import ChooseCurvesDialog, ChooseRunsDialog
 from atropos_tui.ui.views import ENLARGED
 from atropos_tui.ui.widgets.curves import Chart
@@ -169,7 +169,7 @@ async def test_window_smoothing_and_axes_are_of_all_charts_and_kept(run: RunDir)
         )
         await screen.press("x")
         await screen.shows("over tokens")
-    assert preferences.charts().smoothing == 0 and preferences.charts().along is Along.TOKENS
+    assert user_files.charts().smoothing == 0 and user_files.charts().along is Along.TOKENS
 
 
 async def test_one_chart_alone_with_every_number_of_the_step(run: RunDir) -> None:
@@ -202,7 +202,7 @@ async def test_other_curves_are_chosen_drawn_and_kept(run: RunDir) -> None:
         await screen.until(
             lambda: any(one.spec.name == "checkpoint_s" for one in screen.app.query(Chart))
         )
-    assert preferences.charts().metrics == ("checkpoint_s",)
+    assert user_files.charts().metrics == ("checkpoint_s",)
     async with cockpit(run, (160, 60), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.until(
             lambda: any(one.spec.name == "checkpoint_s" for one in screen.app.query(Chart))

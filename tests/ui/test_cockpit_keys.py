@@ -16,8 +16,8 @@ from textual.widgets import Input, SelectionList
 
 from atropos_common.protocol.control import Action, Recipe, Role, State
 from atropos_common.protocol.records import DiagnosisRecord, RolloutRecord
-from atropos_tui.monitor.logs.log_buffer import LogEntry
-from atropos_tui.monitor.logs.patterns import compiled
+from atropos_tui.monitor.log_buffer import LogEntry
+from atropos_tui.monitor.patterns import compiled
 from atropos_tui.profile.spec import StopPolicy
 from atropos_tui.ui.dialogs import ChooseRunsDialog, ConfirmDialog, QuitDialog, TextDialog
 from atropos_tui.ui.views import VIEWS

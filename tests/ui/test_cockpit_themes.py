@@ -16,7 +16,7 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.color import Color
 
-from atropos_tui.ui import preferences, theme
+from atropos_tui.ui import theme, user_files
 from atropos_tui.ui.app import CockpitApp, with_theme
 from atropos_tui.ui.theme import LIGHT, THEME, ink
 from atropos_tui.ui.widgets.benchmark import Benchmark
@@ -192,13 +192,13 @@ def test_what_the_user_chose_goes_before_what_the_terminal_is(
     monkeypatch.delenv("ATROPOS_THEME", raising=False)
     run = make_run(tmp_path / "run")
     assert with_theme(CockpitApp(run.root)).theme == LIGHT.name
-    preferences.keep(theme="nord")
+    user_files.keep(theme="nord")
     assert with_theme(CockpitApp(run.root)).theme == "nord"
     monkeypatch.setenv("ATROPOS_THEME", "dracula")
     assert with_theme(CockpitApp(run.root)).theme == "dracula"
     monkeypatch.setenv("ATROPOS_THEME", "no such theme")
     assert with_theme(CockpitApp(run.root)).theme == LIGHT.name
-    preferences.path().write_text("[not an object]")
+    user_files.choices_file().write_text("[not an object]")
     monkeypatch.setenv("COLORFGBG", "15;0")
     assert with_theme(CockpitApp(run.root)).theme == THEME.name
 
@@ -209,9 +209,9 @@ async def test_a_theme_that_is_chosen_is_remembered(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     run = make_run(tmp_path / "run")
     app = CockpitApp(run.root, control=FakeControl(live_status(run, NOW)))
-    app.keep_theme = lambda name: preferences.keep(theme=name)
+    app.keep_theme = lambda name: user_files.keep(theme=name)
     async with app.run_test() as pilot:
         app.theme = LIGHT.name
         await pilot.pause()
-    assert preferences.theme() == LIGHT.name
-    assert preferences.path().stat().st_mode & 0o777 == 0o600
+    assert user_files.theme() == LIGHT.name
+    assert user_files.choices_file().stat().st_mode & 0o777 == 0o600

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from atropos_common.system.run_dir import RunDir
-from atropos_tui.monitor.reading import Along
-from atropos_tui.ui import faults, preferences
-from atropos_tui.ui.preferences import Charts
-from atropos_tui.ui.widgets.alignment import AlignmentPanel
+from atropos_tui.monitor.charts import Along
+from atropos_tui.ui import user_files
+from atropos_tui.ui.user_files import Charts
+from atropos_tui.ui.widgets.benchmark import AlignmentPanel
 from atropos_tui.ui.widgets.components import Components
 from atropos_tui.ui.widgets.curves import Chart
 from atropos_tui.ui.widgets.details import Details
@@ -38,7 +38,7 @@ async def test_a_growing_run_is_drawn_along_every_axis(
 ) -> None:
     """Records arrive between two draws, then the terminal is resized or another view is chosen:
     both draw the view of before over the newer series. With tokens that ended the screen."""
-    preferences.keep(charts=Charts(along=along))
+    user_files.keep(charts=Charts(along=along))
     rng, step = random.Random(0), 12
     async with cockpit(run, (120, 40), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows("step 12/60")
@@ -50,7 +50,7 @@ async def test_a_growing_run_is_drawn_along_every_axis(
                     screen.app.state.apply(record)
             await screen.pilot.resize_terminal(*((90, 30), (120, 40), (200, 50))[at % 3])
             await screen.press("z" if key == "z" else key)
-        assert not faults.recorded()
+        assert not user_files.recorded_errors()
         assert all(not panel.failure for panel in screen.app.query(Guarded))
 
 
@@ -94,10 +94,10 @@ async def test_a_panel_that_cannot_be_drawn_says_so_and_recovers(
                 log.refresh()
             await screen.shows("cannot be drawn: ValueError: ")
             await screen.shows("Quit")
-            assert "no [such] figure" in faults.path().read_text()
+            assert "no [such] figure" in user_files.error_file().read_text()
         screen.app._current.clear()
         screen.app.draw_now()
         for log in screen.app.query(LogView):
             log._stale = True
         await screen.until(lambda: "cannot be" not in screen.text())
-    faults.forget()
+    user_files.forget_errors()

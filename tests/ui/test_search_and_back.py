@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from atropos_common.system.run_dir import RunDir
-from atropos_tui.monitor.logs.log_buffer import LogEntry
+from atropos_tui.monitor.log_buffer import LogEntry
 from atropos_tui.ui.widgets.bars import SearchBar
 from atropos_tui.ui.widgets.components import Components
 from atropos_tui.ui.widgets.events import Events

@@ -12,7 +12,7 @@ from rich.style import Style
 
 from atropos_common.protocol.records import CheckpointRecord
 from atropos_common.system.run_dir import RunDir
-from atropos_tui.monitor.run.timeline import timeline
+from atropos_tui.monitor.run.state import timeline
 from atropos_tui.ui.dialogs import QuitDialog
 from atropos_tui.ui.plot import Axes, Curve, Ink, plot
 from tests.ui.conftest import cockpit

@@ -10,9 +10,9 @@ import pytest
 from atropos_common.protocol.control import State
 from atropos_tui.cli.manage import runs
 from atropos_tui.cli.manage.inspect import NewLines, follow
-from atropos_tui.monitor.explain.verdict import Verdict, verdict
 from atropos_tui.monitor.run.run_files import RunInfo
 from atropos_tui.monitor.run.state import RunState
+from atropos_tui.monitor.verdict import Verdict, verdict
 from tests.ui.run_maker import T0, gauges, live_status, make_run, step_records
 
 

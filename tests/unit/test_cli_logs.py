@@ -19,7 +19,7 @@ from atropos_tui.cli import main
 from atropos_tui.cli.manage import logs, runs
 from atropos_tui.cli.parser import build_parser
 from atropos_tui.errors import Exit, UserError
-from atropos_tui.monitor.logs.log_reader import LogReader
+from atropos_tui.monitor.log_reader import LogReader
 from atropos_tui.supervisor.processes.logs import LogFile
 
 BIG = 1024 * 1024

@@ -18,8 +18,8 @@ from atropos_tui.ui.widgets.bars import SearchBar
 from atropos_tui.ui.widgets.curves import Chart
 from atropos_tui.ui.widgets.details import Details
 from atropos_tui.ui.widgets.events import Events
-from atropos_tui.ui.widgets.listing import Listing
 from atropos_tui.ui.widgets.log_view import LogView
+from atropos_tui.ui.widgets.panel import Listing
 from atropos_tui.ui.widgets.rollouts import Rollouts
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -25,7 +25,7 @@ from atropos_common.protocol.records import (
 )
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.cli import main
-from atropos_tui.gate import OWN_STYLES, harmless
+from atropos_tui.streams import OWN_STYLES, harmless
 from tests.ui.run_maker import RUN_ID, T0, make_run, write_records
 from tests.ui.terminal import Terminal
 from tests.unit.cli_places import own_places  # noqa: F401

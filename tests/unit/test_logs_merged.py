@@ -25,7 +25,7 @@ from atropos_common.system.run_dir import RunDir
 from atropos_tui.cli import main
 from atropos_tui.cli.manage import logs
 from atropos_tui.errors import Exit, UserError
-from atropos_tui.monitor.logs.log_reader import HOLD_S, LogReader, MergedLogs
+from atropos_tui.monitor.log_reader import HOLD_S, LogReader, MergedLogs
 from atropos_tui.supervisor.processes.logs import LogFile
 
 BIG = 1024 * 1024

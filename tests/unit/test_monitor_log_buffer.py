@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atropos_common.system.run_dir import RunDir
-from atropos_tui.monitor.logs.log_buffer import Classifier, LogBuffer, LogEntry, LogFeed
-from atropos_tui.monitor.logs.patterns import compiled
+from atropos_tui.monitor.log_buffer import Classifier, LogBuffer, LogEntry, LogFeed
+from atropos_tui.monitor.patterns import compiled
 
 
 def filled(*lines: str, capacity: int = 1000) -> LogBuffer:

@@ -12,8 +12,8 @@ import pytest
 
 from atropos_common.protocol.record_tail import CHUNK_BYTES
 from atropos_common.system.run_dir import RunDir
-from atropos_tui.monitor.logs.log_buffer import LogFeed
-from atropos_tui.monitor.logs.log_reader import FLOOD_BYTES, HOLD_S, MAX_BEHIND_BYTES, LogReader
+from atropos_tui.monitor.log_buffer import LogFeed
+from atropos_tui.monitor.log_reader import FLOOD_BYTES, HOLD_S, MAX_BEHIND_BYTES, LogReader
 from atropos_tui.supervisor.processes.logs import LogFile
 
 
@@ -23,7 +23,7 @@ def test_merged_lines_are_shown_though_the_clock_was_set_back(
     run, now = RunDir(tmp_path), time.time()
     for name in ("a", "b"):
         LogFile(run.log(name, 1), 1 << 20).write(f"{name}\n".encode())
-    monkeypatch.setattr("atropos_tui.monitor.logs.log_reader.time.time", lambda: now - 3600)
+    monkeypatch.setattr("atropos_tui.monitor.log_reader.time.time", lambda: now - 3600)
     feed = LogFeed(run)
     assert feed.read(("a", "b")) == [], "held back"
     time.sleep(HOLD_S + 0.02)

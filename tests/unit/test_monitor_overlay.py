@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from atropos_tui.cli import main
+from atropos_tui.monitor.charts import Along
 from atropos_tui.monitor.overlay import (
     by_setting,
     differing,
@@ -17,7 +18,6 @@ from atropos_tui.monitor.overlay import (
     seeds_table,
     settings_table,
 )
-from atropos_tui.monitor.reading import Along
 from tests.ui.run_maker import make_run
 
 PROFILE = """name = "{name}"

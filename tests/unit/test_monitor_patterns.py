@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atropos_tui.monitor.logs.patterns import (
+from atropos_tui.monitor.patterns import (
     Pattern,
     PatternError,
     UnsupportedPatternError,

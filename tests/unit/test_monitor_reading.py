@@ -14,7 +14,7 @@ from atropos_common.protocol.records import (
     EvalRecord,
     StepRecord,
 )
-from atropos_tui.monitor.reading import (
+from atropos_tui.monitor.charts import (
     Along,
     Lens,
     Ruler,

@@ -22,7 +22,7 @@ from atropos_common.protocol.records import (
     StateRecord,
 )
 from atropos_common.system.run_dir import registry
-from atropos_tui.monitor.format import plain_text
+from atropos_tui.monitor.format import clock, plain_text
 from atropos_tui.monitor.rollout_groups import (
     _stayed,
     answer,
@@ -34,8 +34,7 @@ from atropos_tui.monitor.rollout_groups import (
     question,
     shared_beginning,
 )
-from atropos_tui.monitor.run.state import RunState
-from atropos_tui.monitor.run.timeline import clock, timeline
+from atropos_tui.monitor.run.state import RunState, timeline
 from atropos_tui.monitor.run_list import HEADINGS, listed, other_runs, table
 from tests.ui.run_maker import make_run, start_records
 

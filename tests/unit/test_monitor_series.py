@@ -10,8 +10,7 @@ import pytest
 
 from atropos_common.protocol.records import StepRecord, SyncRecord, TimingRecord
 from atropos_tui.monitor.bench import benchmark_state, pace
-from atropos_tui.monitor.charts import PAGE
-from atropos_tui.monitor.reading import Along, Ruler
+from atropos_tui.monitor.charts import PAGE, Along, Ruler
 from atropos_tui.monitor.report_charts import charts
 from atropos_tui.monitor.run.series import FIRST, MOST_POINTS, NEWEST, Series, averaged, thin
 from atropos_tui.monitor.run.state import RunState

@@ -27,10 +27,10 @@ from atropos_common.protocol.records import (
     StepRecord,
     TimingRecord,
 )
-from atropos_tui.monitor.explain import limits
-from atropos_tui.monitor.explain.verdict import GLYPHS, TONES, Severity, Verdict, verdict
+from atropos_tui.monitor import limits
 from atropos_tui.monitor.run.run_files import PlannedComponent, RunInfo
 from atropos_tui.monitor.run.state import RunState
+from atropos_tui.monitor.verdict import GLYPHS, TONES, Severity, Verdict, verdict
 
 NOW = 1000.0
 ROLES = {"api": Role.API, "vllm": Role.ENGINE, "math": Role.ENV, "trainer": Role.TRAINER}

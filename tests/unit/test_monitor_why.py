@@ -19,9 +19,9 @@ from atropos_common.protocol.control import (
 )
 from atropos_common.protocol.records import DiagnosisRecord, Record, StateRecord
 from atropos_tui.cli import show
-from atropos_tui.monitor.explain.why import Picture, open_diagnoses
 from atropos_tui.monitor.run.run_files import PlannedComponent, RunInfo
 from atropos_tui.monitor.run.state import RunState
+from atropos_tui.monitor.why import Picture, open_diagnoses
 from tests.ui.run_maker import step_records
 
 NOW = 1000.0

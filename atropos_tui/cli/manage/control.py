@@ -235,13 +235,13 @@ def open_screen(run: RunDir, *, read_only: bool = False) -> int:
     # and a search for plugins reads the metadata of every installed package.
     gc.disable()
     os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"
-    from atropos_tui.ui import faults
+    from atropos_tui.ui import user_files
     from atropos_tui.ui.app import run_cockpit
 
     choice = run_cockpit(run.root, read_only=read_only)
     if choice == "failed":
         is_over = runs.read_result(run) is not None
-        _print_if_open(faults.crash_line(run.root, command="attach", is_over=is_over))
+        _print_if_open(user_files.crash_line(run.root, command="attach", is_over=is_over))
         return Exit.FAULT
     if choice == "detach" and runs.read_result(run) is not None:
         _print_if_open(

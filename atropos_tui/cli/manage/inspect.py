@@ -36,10 +36,10 @@ from atropos_tui.supervisor.client import ControlClient, NoSupervisor, StreamLos
 
 if TYPE_CHECKING:
     from atropos_tui.cli.answers import Why
-    from atropos_tui.monitor.explain.verdict import Verdict
-    from atropos_tui.monitor.explain.why import Picture
     from atropos_tui.monitor.run.state import RunState
     from atropos_tui.monitor.run_list import RunRow
+    from atropos_tui.monitor.verdict import Verdict
+    from atropos_tui.monitor.why import Picture
 
 RUNS_SHOWN = 20
 LOOK_S = 1.0
@@ -160,9 +160,9 @@ class NewLines:
 
 async def follow(entry: runs.RunEntry) -> None:
     """`ps -f`: print the table, then a line for each change. Nothing is redrawn."""
-    from atropos_tui.monitor.explain.verdict import verdict
+    from atropos_tui.monitor.format import clock
     from atropos_tui.monitor.run.run_files import load_run
-    from atropos_tui.monitor.run.timeline import clock
+    from atropos_tui.monitor.verdict import verdict
 
     info, state, feed = load_run(entry.dir.root)
     changes, begun = NewLines(), False
@@ -233,7 +233,7 @@ async def why_answer(entry: runs.RunEntry, names: list[str]) -> Why:
 
 def _diagnoses(state: RunState, status: RunStatus) -> list[DiagnosisRecord]:
     """Open diagnoses of a live run, the most severe first; of an ended run all."""
-    from atropos_tui.monitor.explain.why import open_diagnoses
+    from atropos_tui.monitor.why import open_diagnoses
 
     standing = open_diagnoses(state, status)
     if status.phase is not Phase.ENDED:
@@ -256,9 +256,9 @@ async def _picture(entry: runs.RunEntry, names: list[str]) -> tuple[Picture, Ver
     Raises:
         UserError: one of `names` is not part of the run.
     """
-    from atropos_tui.monitor.explain.verdict import verdict
-    from atropos_tui.monitor.explain.why import Picture
     from atropos_tui.monitor.run.run_files import load_run
+    from atropos_tui.monitor.verdict import verdict
+    from atropos_tui.monitor.why import Picture
 
     info, state, _ = load_run(entry.dir.root)
     try:

@@ -20,8 +20,8 @@ from atropos_tui.cli.manage import runs
 from atropos_tui.cli.show import has_colour
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.format import one_line
-from atropos_tui.monitor.logs.log_reader import LogLine, LogReader, MergedLogs
-from atropos_tui.monitor.logs.patterns import Pattern, PatternError
+from atropos_tui.monitor.log_reader import LogLine, LogReader, MergedLogs
+from atropos_tui.monitor.patterns import Pattern, PatternError
 from atropos_tui.monitor.run.run_files import read_info
 from atropos_tui.profile.errors import did_you_mean
 from atropos_tui.supervisor.processes.logs import attempts

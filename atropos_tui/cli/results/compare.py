@@ -30,7 +30,6 @@ from atropos_tui.cli.results.report import overlay
 from atropos_tui.cli.start.profiles import checked, read_env_files
 from atropos_tui.cli.start.up import spawn_supervisor, write_run_files
 from atropos_tui.errors import Exit, Problem, UserError
-from atropos_tui.gate import write_own
 from atropos_tui.monitor.bench import Progress, benchmark_runs, benchmarks_json, render_benchmarks
 from atropos_tui.monitor.format import plain_text, text_table
 from atropos_tui.monitor.overlay import read_runs, settings_table
@@ -40,6 +39,7 @@ from atropos_tui.profile.errors import refused
 from atropos_tui.profile.sections import Profile, find_profile, load_profile
 from atropos_tui.profile.site import make_site
 from atropos_tui.profile.spec import StackSpec
+from atropos_tui.streams import write_own
 
 POLL_S = 0.2
 REDRAW_S = 0.5

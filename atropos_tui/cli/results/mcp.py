@@ -31,7 +31,7 @@ from atropos_tui.cluster import slurm
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.bench import benchmark_runs, benchmarks_json
 from atropos_tui.monitor.format import masked_line, one_line
-from atropos_tui.monitor.logs.log_reader import LogReader, MergedLogs
+from atropos_tui.monitor.log_reader import LogReader, MergedLogs
 from atropos_tui.monitor.run.run_files import load_run
 from atropos_tui.monitor.run_list import RunRow
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused

@@ -128,18 +128,20 @@ def replay(options: argparse.Namespace) -> int:
                 [Problem(f"--at {options.at} is past the run's last step", "choose a smaller one")],
             )
         show.clock.seek(at)
-    from atropos_tui.ui import faults
+    from atropos_tui.ui import user_files
     from atropos_tui.ui.replay import run_replay
 
     if run_replay(show) == "failed":
-        print(faults.crash_line(entry.dir.root, command="replay", is_over=True), file=sys.stderr)
+        print(
+            user_files.crash_line(entry.dir.root, command="replay", is_over=True), file=sys.stderr
+        )
         return Exit.FAULT
     return Exit.DONE
 
 
 def _sentence(entry: runs.RunEntry) -> str:
-    from atropos_tui.monitor.explain.verdict import verdict
     from atropos_tui.monitor.run.run_files import load_run
+    from atropos_tui.monitor.verdict import verdict
 
     info, state, _ = load_run(entry.dir.root)
     return verdict(inspect.status_without_socket(entry, info, state), info, state, time.time()).line

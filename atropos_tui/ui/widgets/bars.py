@@ -14,9 +14,9 @@ from textual.widgets._footer import FooterKey
 
 from atropos_common.protocol.control import Recipe
 from atropos_common.protocol.records import CommandRecord
-from atropos_tui.monitor.explain.why import open_diagnoses
 from atropos_tui.monitor.format import duration, one_line
-from atropos_tui.monitor.logs.patterns import Pattern, PatternError, compiled
+from atropos_tui.monitor.patterns import Pattern, PatternError, compiled
+from atropos_tui.monitor.why import open_diagnoses
 from atropos_tui.ui.theme import state_text
 from atropos_tui.ui.widgets.panel import TextPanel, View
 
@@ -37,7 +37,8 @@ class SearchBar(Horizontal):
         padding: 0 1;
 
         #search-what { color: $primary; text-style: bold; width: 2; }
-        Input { border: none; height: 1; padding: 0; width: 1fr; background: $panel; &:focus { border: none; } }
+        Input { border: none; height: 1; padding: 0; width: 1fr; background: $panel; }
+        Input:focus { border: none; }
         #search-found { color: $quiet; width: auto; padding: 0 1; }
     }
     """

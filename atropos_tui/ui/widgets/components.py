@@ -16,8 +16,8 @@ from textual.message import Message
 from textual.widgets import DataTable
 
 from atropos_common.protocol.control import ComponentStatus, Phase, State
-from atropos_tui.monitor.explain.why import doing, open_diagnoses
 from atropos_tui.monitor.format import bytes_text, duration, one_line, percent, seconds_text
+from atropos_tui.monitor.why import doing, open_diagnoses
 from atropos_tui.ui.theme import ink, state_text, title
 from atropos_tui.ui.widgets.panel import Panel, View
 

@@ -22,26 +22,24 @@ from textual.strip import Strip
 from atropos_tui.monitor.charts import (
     CHARTS,
     HELD_OUT,
+    MARKS,
     NOISY,
     QUEUE,
     WRITERS,
+    Along,
     ChartSpec,
     CurveSpec,
-    chart_of,
-)
-from atropos_tui.monitor.format import one_line
-from atropos_tui.monitor.overlay import lines
-from atropos_tui.monitor.reading import (
-    MARKS,
-    Along,
     Lens,
     Ruler,
     axis_end,
+    chart_of,
     is_smoothed,
     sensible_range,
     smooth,
     value_at,
 )
+from atropos_tui.monitor.format import one_line
+from atropos_tui.monitor.overlay import lines
 from atropos_tui.monitor.run.series import LARGEST, MOST_STEPS, Series, thin
 from atropos_tui.ui.plot import Axes, Band, Curve, Ink, plot
 from atropos_tui.ui.theme import title

@@ -14,12 +14,18 @@ from textual.widgets import Static
 from atropos_common.protocol.control import ComponentStatus, Role
 from atropos_common.protocol.records import RanksRecord
 from atropos_tui.monitor.bench import PARTS
-from atropos_tui.monitor.charts import CHARTS, WRITERS, chart_of
-from atropos_tui.monitor.format import bytes_text, duration, one_line, percent, real, seconds_text
-from atropos_tui.monitor.reading import MARKS, value_at
+from atropos_tui.monitor.charts import CHARTS, MARKS, WRITERS, chart_of, value_at
+from atropos_tui.monitor.format import (
+    bytes_text,
+    clock,
+    duration,
+    one_line,
+    percent,
+    real,
+    seconds_text,
+)
 from atropos_tui.monitor.run.run_files import PlannedComponent
 from atropos_tui.monitor.run.series import Series
-from atropos_tui.monitor.run.timeline import clock
 from atropos_tui.ui.theme import state_text, title
 from atropos_tui.ui.widgets.panel import Panel, TextPanel, View
 

@@ -11,12 +11,11 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 
 from atropos_common.protocol.records import DiagnosisRecord
-from atropos_tui.monitor.format import counted, one_line
-from atropos_tui.monitor.logs.patterns import Pattern
-from atropos_tui.monitor.run.timeline import Event, clock, diagnosed, timeline
+from atropos_tui.monitor.format import clock, counted, one_line
+from atropos_tui.monitor.patterns import Pattern
+from atropos_tui.monitor.run.state import Event, diagnosed, timeline
 from atropos_tui.ui.theme import title
-from atropos_tui.ui.widgets.listing import Listing
-from atropos_tui.ui.widgets.panel import View
+from atropos_tui.ui.widgets.panel import Listing, View
 
 NAME_CELLS = 12
 

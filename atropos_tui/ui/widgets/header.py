@@ -9,8 +9,8 @@ from textual.geometry import Size
 from atropos_common.protocol.control import Phase, RunStatus, State
 from atropos_common.protocol.records import SCHEMA_VERSION, DiagnosisRecord
 from atropos_tui.monitor.bench import Pace, pace
-from atropos_tui.monitor.explain.why import open_diagnoses
 from atropos_tui.monitor.format import GLYPHS, TONES, counted, duration, one_line, seconds_text
+from atropos_tui.monitor.why import open_diagnoses
 from atropos_tui.ui.plot import progress_bar
 from atropos_tui.ui.widgets.panel import TextPanel, View
 

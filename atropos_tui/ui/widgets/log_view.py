@@ -17,10 +17,9 @@ from textual.scroll_view import ScrollView
 from textual.scrollbar import ScrollTo
 from textual.strip import Strip
 
-from atropos_tui.monitor.format import counted
-from atropos_tui.monitor.logs.log_buffer import LEVELS, Kind, Level, LogBuffer, LogEntry
-from atropos_tui.monitor.logs.patterns import Pattern
-from atropos_tui.monitor.run.timeline import clock
+from atropos_tui.monitor.format import clock, counted
+from atropos_tui.monitor.log_buffer import LEVELS, Kind, Level, LogBuffer, LogEntry
+from atropos_tui.monitor.patterns import Pattern
 from atropos_tui.ui.theme import ink, title
 from atropos_tui.ui.widgets.panel import Guarded, after
 

@@ -8,9 +8,8 @@ from rich.style import Style
 from rich.text import Text
 
 from atropos_common.protocol.control import SILENT_S, GpuStatus, NodeStatus, Phase, Role
-from atropos_tui.monitor.format import bytes_text, duration, one_line, percent
+from atropos_tui.monitor.format import bytes_text, clock, duration, one_line, percent
 from atropos_tui.monitor.run.gauges import Split, split_cpu, split_gpu, split_memory
-from atropos_tui.monitor.run.timeline import clock
 from atropos_tui.ui.plot import legend, sparkline, split_bar, textures
 from atropos_tui.ui.theme import title
 from atropos_tui.ui.widgets.panel import TextPanel, View

@@ -17,7 +17,7 @@ from textual.widgets import Static
 
 from atropos_common.protocol.records import RolloutRecord
 from atropos_tui.monitor.format import counted, number, one_line, plain_lines
-from atropos_tui.monitor.logs.patterns import Pattern
+from atropos_tui.monitor.patterns import Pattern
 from atropos_tui.monitor.rollout_groups import (
     ONLY,
     ORDERS,
@@ -35,8 +35,7 @@ from atropos_tui.monitor.rollout_groups import (
 )
 from atropos_tui.ui.plot import sparkline
 from atropos_tui.ui.theme import ink, title
-from atropos_tui.ui.widgets.listing import Listing
-from atropos_tui.ui.widgets.panel import Guarded, View, after
+from atropos_tui.ui.widgets.panel import Guarded, Listing, View, after
 
 MOST_SPREAD = 16  # rewards of a group that are shown
 STEP, REWARD, ADVANTAGE, GAP = 6, 6, 7, 2

@@ -17,8 +17,8 @@ from rich.cells import cell_len, chop_cells
 
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.monitor.format import plain_text
-from atropos_tui.monitor.logs.log_reader import LogLine, LogReader, MergedLogs
-from atropos_tui.monitor.logs.patterns import Pattern
+from atropos_tui.monitor.log_reader import LogLine, LogReader, MergedLogs
+from atropos_tui.monitor.patterns import Pattern
 
 Kind = Literal["plain", "poll", "warning", "error", "note"]
 Level = Literal["all", "warning", "error", "most"]

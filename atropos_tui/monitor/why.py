@@ -16,10 +16,9 @@ from atropos_common.protocol.control import (
 from atropos_common.protocol.records import DiagnosisRecord
 from atropos_tui.diagnoses import gravest_first
 from atropos_tui.monitor.bench import pace
-from atropos_tui.monitor.format import counted, duration, glyph_and_word, one_line
+from atropos_tui.monitor.format import clock, counted, duration, glyph_and_word, one_line
 from atropos_tui.monitor.run.run_files import PlannedComponent, RunInfo, is_crashed
 from atropos_tui.monitor.run.state import RunState
-from atropos_tui.monitor.run.timeline import clock
 
 # The trainer is overdue if it is silent for this many seconds and this many usual steps. A
 # diagnosis waits longer, because it is recorded and names a cause.

@@ -1,1 +1,0 @@
-"""Sentences about a run: its verdict, causes and limits."""

@@ -1,1 +1,0 @@
-"""Log lines: reading, buffering, searching."""
