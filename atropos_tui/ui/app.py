@@ -55,7 +55,7 @@ from atropos_tui.ui.widgets.details import StepPanel
 from atropos_tui.ui.widgets.events import Events
 from atropos_tui.ui.widgets.header import Notices
 from atropos_tui.ui.widgets.log_view import LogView
-from atropos_tui.ui.widgets.panel import Listing, Panel, View
+from atropos_tui.ui.widgets.panel import Listing, Panel, View, hidden
 from atropos_tui.ui.widgets.rollouts import RolloutDetail, Rollouts
 
 # Seconds between two draws: of changes, and of curves.
@@ -91,73 +91,39 @@ class CockpitApp(CommandApp):
         ),
         Binding("s", "stop_or_start", "Stop/start", tooltip="Stop or start the selected component"),
         Binding("K", "act('kill')", "Kill", tooltip="Kill every process of the selected component"),
-        Binding("R", "restart_all", "Restart all", show=False, tooltip="Restart the whole stack"),
+        hidden("R", "restart_all", "Restart all", "Restart the whole stack"),
         Binding("slash", "search", "Search", tooltip="Search the log, the rollouts or the events"),
-        Binding(
-            "f",
-            "follow",
-            "Follow",
-            show=False,
-            tooltip="Follow the end of the log, or stop following",
+        hidden("f", "follow", "Follow", "Follow the end of the log, or stop following"),
+        hidden("a", "all_logs", "All logs", "All logs merged, or the selected component's"),
+        hidden("c", "compare", "Compare", "Compare with other runs, on the same axes"),
+        hidden("M", "choose_curves", "Curves", "Choose extra curves for Training"),
+        hidden(
+            "left_square_bracket", "select(-1)", "Previous component", "Select the component above"
         ),
-        Binding(
-            "a",
-            "all_logs",
-            "All logs",
-            show=False,
-            tooltip="All logs merged, or the selected component's",
-        ),
-        Binding(
-            "c",
-            "compare",
-            "Compare",
-            show=False,
-            tooltip="Compare with other runs, on the same axes",
-        ),
-        Binding(
-            "M", "choose_curves", "Curves", show=False, tooltip="Choose extra curves for Training"
-        ),
-        Binding(
-            "left_square_bracket",
-            "select(-1)",
-            "Previous component",
-            show=False,
-            tooltip="Select the component above",
-        ),
-        Binding(
-            "right_square_bracket",
-            "select(1)",
-            "Next component",
-            show=False,
-            tooltip="Select the component below",
-        ),
-        Binding(
+        hidden("right_square_bracket", "select(1)", "Next component", "Select the component below"),
+        hidden(
             "w",
             "last_words",
             "Last words",
-            show=False,
-            tooltip="Jump to the newest error in the selected component's log",
+            "Jump to the newest error in the selected component's log",
         ),
-        Binding(
-            "p", "picture", "Picture", show=False, tooltip="Save a picture of the screen as SVG"
-        ),
-        Binding("t", "change_theme", "Theme", show=False, tooltip="Choose a theme"),
+        hidden("p", "picture", "Picture", "Save a picture of the screen as SVG"),
+        hidden("t", "change_theme", "Theme", "Choose a theme"),
         Binding("d", "detach", "Detach", tooltip="Leave the screen; the run goes on"),
         Binding("q", "ask_quit", "Quit", tooltip="Detach or stop"),
         Binding("ctrl+q", "ask_quit", "Quit", show=False, system=True, priority=True),
         Binding("ctrl+c", "interrupt", "Quit", show=False, system=True, priority=True),
         Binding("ctrl+z", "suspend_process", "Suspend", show=False, system=True, priority=True),
         Binding("question_mark", "help", "Help", tooltip="This list"),
-        Binding(
+        hidden(
             "escape",
             "view_before",
             "Back",
-            show=False,
-            tooltip="Remove the filter, then the search, then the marked "
+            "Remove the filter, then the search, then the marked "
             "line or comparison; then return to the view before",
         ),
         *(
-            Binding(str(number % 10), f"view('{name}')", view.title, show=False, tooltip=view.about)
+            hidden(str(number % 10), f"view('{name}')", view.title, view.about)
             for number, (name, view) in enumerate(VIEWS.items(), 1)
         ),
     ]

@@ -19,20 +19,21 @@ from textual.widgets.selection_list import Selection
 from atropos_common.protocol.control import Recipe
 from atropos_tui.monitor.format import one_line
 from atropos_tui.monitor.run_list import RunRow, table
+from atropos_tui.ui.widgets.panel import hidden
 
 
 class _Dialog(ModalScreen[object]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "dismiss", "Cancel"),
-        Binding("left,up", "app.focus_previous", "Previous", show=False),
-        Binding("right,down", "app.focus_next", "Next", show=False),
+        hidden("left,up", "app.focus_previous", "Previous"),
+        hidden("right,down", "app.focus_next", "Next"),
     ]
 
 
 class ConfirmDialog(_Dialog):
     """Confirmation of a command. Returns True or None."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("y", "dismiss(True)", "Yes", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [hidden("y", "dismiss(True)", "Yes")]
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
@@ -100,8 +101,8 @@ class TextDialog(_Dialog):
     """Text to read and copy."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter,q", "dismiss", "Close", show=False),
-        Binding("y", "copy", "Copy", show=False),
+        hidden("enter,q", "dismiss", "Close"),
+        hidden("y", "copy", "Copy"),
     ]
 
     def __init__(self, heading: str, text: Text) -> None:
@@ -123,9 +124,7 @@ class TextDialog(_Dialog):
 class HelpDialog(TextDialog):
     """Every key that works now, from the bindings."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("question_mark", "dismiss", "Close", show=False)
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [hidden("question_mark", "dismiss", "Close")]
 
     def __init__(self, sections: Mapping[str, Mapping[str, str]]) -> None:
         width = max((len(key) for keys in sections.values() for key in keys), default=0)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping
 from rich.text import Text
 from textual import events
 from textual.app import ComposeResult, RenderResult
-from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.widgets import Footer, Input, Label
 from textual.widgets._footer import FooterKey
@@ -18,7 +17,7 @@ from atropos_tui.monitor.format import duration, one_line
 from atropos_tui.monitor.patterns import Pattern, PatternError, compiled
 from atropos_tui.monitor.why import open_diagnoses
 from atropos_tui.ui.theme import state_text
-from atropos_tui.ui.widgets.panel import TextPanel, View
+from atropos_tui.ui.widgets.panel import TextPanel, View, hidden
 
 # Applies a pattern, or None; returns how much matches, in words.
 Apply = Callable[[Pattern | None], str]
@@ -43,7 +42,7 @@ class SearchBar(Horizontal):
     }
     """
 
-    BINDINGS = [Binding("escape", "drop", "Drop the search", show=False)]  # noqa: RUF012
+    BINDINGS = [hidden("escape", "drop", "Drop the search")]  # noqa: RUF012
 
     def __init__(self) -> None:
         super().__init__(id="search")

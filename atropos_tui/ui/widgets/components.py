@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 from rich.style import Style
 from rich.text import Text
 from textual import events
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.coordinate import Coordinate
 from textual.geometry import Region
 from textual.message import Message
@@ -19,7 +19,7 @@ from atropos_common.protocol.control import ComponentStatus, Phase, State
 from atropos_tui.monitor.format import bytes_text, duration, one_line, percent, seconds_text
 from atropos_tui.monitor.why import doing, open_diagnoses
 from atropos_tui.ui.theme import ink, state_text, title
-from atropos_tui.ui.widgets.panel import Panel, View
+from atropos_tui.ui.widgets.panel import Panel, View, hidden
 
 _WIDE = 90  # width from which the table has columns for ports and GPU memory
 
@@ -77,14 +77,13 @@ class Components(DataTable[Text], Panel):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("k", "cursor_up", "Up", show=False),
-        Binding("j", "cursor_down", "Down", show=False),
-        Binding(
+        hidden("k", "cursor_up", "Up"),
+        hidden("j", "cursor_down", "Down"),
+        hidden(
             "enter",
             "app.view('component')",
             "Open",
-            show=False,
-            tooltip="Components: details of the component under the cursor",
+            "Components: details of the component under the cursor",
         ),
     ]
 

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 from rich.text import Text
 from textual import events
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.containers import ScrollableContainer
 from textual.content import Content
 from textual.message import Message
@@ -44,7 +44,7 @@ from atropos_tui.monitor.run.series import LARGEST, MOST_STEPS, Series, thin
 from atropos_tui.ui.plot import Axes, Band, Curve, Ink, plot
 from atropos_tui.ui.theme import title
 from atropos_tui.ui.widgets.legend import POINTS, RUN_COLOURS, Entry, legend_line, line_marks
-from atropos_tui.ui.widgets.panel import Panel, View, after
+from atropos_tui.ui.widgets.panel import Panel, View, after, hidden
 
 SPLIT_COLOURS = ("accent", "success", "warning", "secondary")
 # Points of the moving average, in the order of the key `m`; 0: none.
@@ -94,121 +94,42 @@ class Chart(Panel, can_focus=True):
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(
-            "left,h",
-            "cursor(-1)",
-            "Cursor",
-            show=False,
-            tooltip="Charts: read the values at the previous point",
-        ),
-        Binding(
-            "right",
-            "cursor(1)",
-            "Cursor",
-            show=False,
-            tooltip="Charts: read the values at the next point",
-        ),
-        Binding(
-            "shift+left", "cursor(-10)", "Cursor", show=False, tooltip="Charts: ten points back"
-        ),
-        Binding(
-            "shift+right", "cursor(10)", "Cursor", show=False, tooltip="Charts: ten points ahead"
-        ),
-        Binding(
-            "plus,equals_sign",
-            "zoom(1)",
-            "Nearer",
-            show=False,
-            tooltip="Charts: zoom in, around the cursor",
-        ),
-        Binding("minus", "zoom(-1)", "Farther", show=False, tooltip="Charts: zoom out"),
-        Binding(
-            "less_than_sign,comma",
-            "pan(-1)",
-            "Pan",
-            show=False,
-            tooltip="Charts: move the window back",
-        ),
-        Binding(
-            "greater_than_sign,full_stop",
-            "pan(1)",
-            "Pan",
-            show=False,
-            tooltip="Charts: move the window ahead",
-        ),
-        Binding(
-            "w",
-            "window",
-            "Newest",
-            show=False,
-            tooltip="Charts: the newest 200 steps, 50 steps, or all",
-        ),
-        Binding(
+        hidden("left,h", "cursor(-1)", "Cursor", "Charts: read the values at the previous point"),
+        hidden("right", "cursor(1)", "Cursor", "Charts: read the values at the next point"),
+        hidden("shift+left", "cursor(-10)", "Cursor", "Charts: ten points back"),
+        hidden("shift+right", "cursor(10)", "Cursor", "Charts: ten points ahead"),
+        hidden("plus,equals_sign", "zoom(1)", "Nearer", "Charts: zoom in, around the cursor"),
+        hidden("minus", "zoom(-1)", "Farther", "Charts: zoom out"),
+        hidden("less_than_sign,comma", "pan(-1)", "Pan", "Charts: move the window back"),
+        hidden("greater_than_sign,full_stop", "pan(1)", "Pan", "Charts: move the window ahead"),
+        hidden("w", "window", "Newest", "Charts: the newest 200 steps, 50 steps, or all"),
+        hidden(
             "W",
             "plan",
             "Plan",
-            show=False,
-            tooltip="Charts: the axis to the planned end of the run, or to the newest step",
+            "Charts: the axis to the planned end of the run, or to the newest step",
         ),
-        Binding(
-            "m",
-            "smooth",
-            "Smooth",
-            show=False,
-            tooltip="Charts: moving average over 10 points, over 50, or none",
-        ),
-        Binding(
-            "l",
-            "log",
-            "Log axis",
-            show=False,
-            tooltip="Charts: logarithmic or linear axis of this chart",
-        ),
-        Binding(
-            "b",
-            "outliers",
-            "Outliers",
-            show=False,
-            tooltip="Charts: cut outliers off the axis, or show all",
-        ),
-        Binding("x", "along", "Axis", show=False, tooltip="Charts: over steps, tokens or minutes"),
-        Binding(
+        hidden("m", "smooth", "Smooth", "Charts: moving average over 10 points, over 50, or none"),
+        hidden("l", "log", "Log axis", "Charts: logarithmic or linear axis of this chart"),
+        hidden("b", "outliers", "Outliers", "Charts: cut outliers off the axis, or show all"),
+        hidden("x", "along", "Axis", "Charts: over steps, tokens or minutes"),
+        hidden(
             "enter,z",
             "enlarge",
             "Full screen",
-            show=False,
-            tooltip="Charts: full screen, with all values of the step; Esc returns",
+            "Charts: full screen, with all values of the step; Esc returns",
         ),
-        Binding(
-            "g",
-            "ask('rollouts')",
-            "Rollouts",
-            show=False,
-            tooltip="Charts: the rollouts of the step under the cursor",
+        hidden(
+            "g", "ask('rollouts')", "Rollouts", "Charts: the rollouts of the step under the cursor"
         ),
-        Binding(
-            "o",
-            "ask('log')",
-            "Log",
-            show=False,
-            tooltip="Charts: the trainer's log at the step under the cursor",
-        ),
-        Binding(
-            "v",
-            "ask('events')",
-            "Events",
-            show=False,
-            tooltip="Charts: the events at the step under the cursor",
-        ),
-        Binding(
-            "y", "copy", "Copy", show=False, tooltip="Charts: copy the values under the cursor"
-        ),
-        Binding(
+        hidden("o", "ask('log')", "Log", "Charts: the trainer's log at the step under the cursor"),
+        hidden("v", "ask('events')", "Events", "Charts: the events at the step under the cursor"),
+        hidden("y", "copy", "Copy", "Charts: copy the values under the cursor"),
+        hidden(
             "escape",
             "back",
             "Back",
-            show=False,
-            tooltip="Charts: remove the cursor, the window, the full screen, in this order",
+            "Charts: remove the cursor, the window, the full screen, in this order",
         ),
     ]
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from rich.text import Text
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import Static
 
@@ -27,7 +27,7 @@ from atropos_tui.monitor.format import (
 from atropos_tui.monitor.run.run_files import PlannedComponent
 from atropos_tui.monitor.run.series import Series
 from atropos_tui.ui.theme import state_text, title
-from atropos_tui.ui.widgets.panel import Panel, TextPanel, View
+from atropos_tui.ui.widgets.panel import Panel, TextPanel, View, hidden
 
 _LABEL = 12
 _DIAGNOSES = 5  # newest diagnoses that are listed
@@ -43,9 +43,7 @@ class Details(VerticalScroll, Panel):
     """Everything known about the selected component."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(
-            "y", "copy", "Copy", show=False, tooltip="Component: copy all lines, with the command"
-        )
+        hidden("y", "copy", "Copy", "Component: copy all lines, with the command")
     ]
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rich.text import Text
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.message import Message
 
 from atropos_common.protocol.records import DiagnosisRecord
@@ -15,7 +15,7 @@ from atropos_tui.monitor.format import clock, counted, one_line
 from atropos_tui.monitor.patterns import Pattern
 from atropos_tui.monitor.run.state import Event, diagnosed, timeline
 from atropos_tui.ui.theme import title
-from atropos_tui.ui.widgets.panel import Listing, View
+from atropos_tui.ui.widgets.panel import Listing, View, hidden
 
 NAME_CELLS = 12
 
@@ -24,19 +24,11 @@ class Events(Listing[Event]):
     """One line per event; Enter shows its evidence and fix."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(
-            "enter",
-            "choose",
-            "Open",
-            show=False,
-            tooltip="Events: show evidence and fix of the event under the cursor",
+        hidden(
+            "enter", "choose", "Open", "Events: show evidence and fix of the event under the cursor"
         ),
-        Binding(
-            "o", "go", "Log", show=False, tooltip="Events: show the component's log at that time"
-        ),
-        Binding(
-            "y", "copy", "Copy", show=False, tooltip="Events: copy the event, with evidence and fix"
-        ),
+        hidden("o", "go", "Log", "Events: show the component's log at that time"),
+        hidden("y", "copy", "Copy", "Events: copy the event, with evidence and fix"),
     ]
 
     @dataclass(eq=False)

@@ -10,7 +10,7 @@ from typing import ClassVar
 from rich.segment import Segment
 from rich.style import Style
 from textual import events
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.geometry import Size
 from textual.reactive import reactive
 from textual.scroll_view import ScrollView
@@ -21,7 +21,7 @@ from atropos_tui.monitor.format import clock, counted
 from atropos_tui.monitor.log_buffer import LEVELS, Kind, Level, LogBuffer, LogEntry
 from atropos_tui.monitor.patterns import Pattern
 from atropos_tui.ui.theme import ink, title
-from atropos_tui.ui.widgets.panel import Guarded, after
+from atropos_tui.ui.widgets.panel import Guarded, after, hidden
 
 LINES_KEPT = 20_000
 REPAINT_S = 0.1
@@ -48,65 +48,26 @@ class LogView(ScrollView, Guarded, can_focus=True):
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("k", "scroll_up", "Scroll Up", show=False),
-        Binding("j", "scroll_down", "Scroll Down", show=False),
-        Binding(
-            "end,G",
-            "follow_end",
-            "End",
-            show=False,
-            tooltip="Log: jump to the newest line and follow",
-        ),
-        Binding("home,g", "top", "Top", show=False, tooltip="Log: jump to the oldest line kept"),
-        Binding("n", "find(1)", "Next match", show=False, tooltip="Log: next match of the search"),
-        Binding(
-            "N",
-            "find(-1)",
-            "Previous match",
-            show=False,
-            tooltip="Log: previous match of the search",
-        ),
-        Binding("e", "error(1)", "Next error", show=False, tooltip="Log: jump to the next error"),
-        Binding(
-            "E",
-            "error(-1)",
-            "Previous error",
-            show=False,
-            tooltip="Log: jump to the previous error",
-        ),
-        Binding(
+        hidden("k", "scroll_up", "Scroll Up"),
+        hidden("j", "scroll_down", "Scroll Down"),
+        hidden("end,G", "follow_end", "End", "Log: jump to the newest line and follow"),
+        hidden("home,g", "top", "Top", "Log: jump to the oldest line kept"),
+        hidden("n", "find(1)", "Next match", "Log: next match of the search"),
+        hidden("N", "find(-1)", "Previous match", "Log: previous match of the search"),
+        hidden("e", "error(1)", "Next error", "Log: jump to the next error"),
+        hidden("E", "error(-1)", "Previous error", "Log: jump to the previous error"),
+        hidden(
             "l",
             "level",
             "Level",
-            show=False,
-            tooltip="Log: all, warnings and errors, errors only, all but health polls",
+            "Log: all, warnings and errors, errors only, all but health polls",
         ),
-        Binding(
-            "ampersand",
-            "app.filter_log",
-            "Filter",
-            show=False,
-            tooltip="Log: show only lines that match",
-        ),
-        Binding(
-            "T", "times", "Times", show=False, tooltip="Log: show or hide the time of each line"
-        ),
-        Binding("w", "wrap", "Wrap", show=False, tooltip="Log: wrap long lines"),
-        Binding(
-            "y",
-            "copy",
-            "Copy",
-            show=False,
-            tooltip="Log: copy the marked line, or all visible lines",
-        ),
-        Binding(
-            "x",
-            "clear",
-            "Clear",
-            show=False,
-            tooltip="Log: clear the view; the file keeps all lines",
-        ),
-        Binding("o", "app.open_log", "Open", show=False, tooltip="Log: open the file in $EDITOR"),
+        hidden("ampersand", "app.filter_log", "Filter", "Log: show only lines that match"),
+        hidden("T", "times", "Times", "Log: show or hide the time of each line"),
+        hidden("w", "wrap", "Wrap", "Log: wrap long lines"),
+        hidden("y", "copy", "Copy", "Log: copy the marked line, or all visible lines"),
+        hidden("x", "clear", "Clear", "Log: clear the view; the file keeps all lines"),
+        hidden("o", "app.open_log", "Open", "Log: open the file in $EDITOR"),
     ]
 
     following: reactive[bool] = reactive(True)

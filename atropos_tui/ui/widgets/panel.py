@@ -47,6 +47,11 @@ def after(now: Choice, choices: Sequence[Choice]) -> Choice:
     return choices[(choices.index(now) + 1) % len(choices)]
 
 
+def hidden(keys: str, action: str, name: str, tip: str = "") -> Binding:
+    """Return a binding outside of the footer; help and palette show `tip`."""
+    return Binding(keys, action, name, show=False, tooltip=tip)
+
+
 @dataclass(frozen=True, eq=False)
 class View:
     """The run as the screen knows it.
@@ -272,13 +277,13 @@ class Listing(ScrollView, Panel, Generic[Item], can_focus=True):
     """
     follows_records = True
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,k", "move(-1)", "Up", show=False),
-        Binding("down,j", "move(1)", "Down", show=False),
-        Binding("pageup", "page(-1)", "Page up", show=False),
-        Binding("pagedown", "page(1)", "Page down", show=False),
-        Binding("home,g", "jump(0)", "First", show=False),
-        Binding("end,G", "jump(-1)", "Last", show=False),
-        Binding("enter", "choose", "Open", show=False),
+        hidden("up,k", "move(-1)", "Up"),
+        hidden("down,j", "move(1)", "Down"),
+        hidden("pageup", "page(-1)", "Page up"),
+        hidden("pagedown", "page(1)", "Page down"),
+        hidden("home,g", "jump(0)", "First"),
+        hidden("end,G", "jump(-1)", "Last"),
+        hidden("enter", "choose", "Open"),
     ]
 
     cursor: reactive[int] = reactive(0)

@@ -10,7 +10,7 @@ from typing import ClassVar
 from rich.style import Style
 from rich.text import Text
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.containers import VerticalScroll
 from textual.message import Message
 from textual.widgets import Static
@@ -35,7 +35,7 @@ from atropos_tui.monitor.rollout_groups import (
 )
 from atropos_tui.ui.plot import sparkline
 from atropos_tui.ui.theme import ink, title
-from atropos_tui.ui.widgets.panel import Guarded, Listing, View, after
+from atropos_tui.ui.widgets.panel import Guarded, Listing, View, after, hidden
 
 MOST_SPREAD = 16  # rewards of a group that are shown
 STEP, REWARD, ADVANTAGE, GAP = 6, 6, 7, 2
@@ -61,43 +61,18 @@ class Rollouts(Listing[RolloutRow]):
     rewards."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(
-            "enter",
-            "choose",
-            "Open",
-            show=False,
-            tooltip="Rollouts: open the completion under the cursor",
-        ),
-        Binding(
-            "m",
-            "mark",
-            "Mark",
-            show=False,
-            tooltip="Rollouts: mark this completion as the one to compare with",
-        ),
-        Binding(
+        hidden("enter", "choose", "Open", "Rollouts: open the completion under the cursor"),
+        hidden("m", "mark", "Mark", "Rollouts: mark this completion as the one to compare with"),
+        hidden(
             "equals_sign,D",
             "diff",
             "Compare",
-            show=False,
-            tooltip="Rollouts: show what changed since the mark, "
+            "Rollouts: show what changed since the mark, "
             "or since the same prompt in an earlier step",
         ),
-        Binding(
-            "v",
-            "only",
-            "Which",
-            show=False,
-            tooltip="Rollouts: all, those worse than their group, flat groups",
-        ),
-        Binding(
-            "S",
-            "order",
-            "Order",
-            show=False,
-            tooltip="Rollouts: newest first, worst advantage first, best first",
-        ),
-        Binding("y", "copy", "Copy", show=False, tooltip="Rollouts: copy prompt and completion"),
+        hidden("v", "only", "Which", "Rollouts: all, those worse than their group, flat groups"),
+        hidden("S", "order", "Order", "Rollouts: newest first, worst advantage first, best first"),
+        hidden("y", "copy", "Copy", "Rollouts: copy prompt and completion"),
     ]
 
     head = 1
