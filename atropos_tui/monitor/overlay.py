@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any
 
 from atropos_common.system.run_dir import RunDir
+from atropos_tui.monitor.bench import RunBenchmark, benchmark_state
 from atropos_tui.monitor.charts import NOISY, Along, Ruler, is_smoothed, smooth
 from atropos_tui.monitor.format import (
     counted,
@@ -23,7 +24,7 @@ from atropos_tui.monitor.format import (
     seconds_text,
     text_table,
 )
-from atropos_tui.monitor.run.run_files import RunInfo, load_run, names_of, read_toml
+from atropos_tui.monitor.run.run_files import RunInfo, exit_code, load_run, names_of, read_toml
 from atropos_tui.monitor.run.series import Series, mean
 from atropos_tui.monitor.run.state import RunState
 
@@ -47,6 +48,35 @@ class RunCurves:
     state: RunState
     settings: dict[str, str]
     """The resolved profile, flattened, without names and ports."""
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Runs on the same axes as the run on the screen, in the order of the choice."""
+
+    others: dict[Path, RunCurves] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
+    """Settings of the run on the screen."""
+    first: RunBenchmark | None = None
+    """Figures of the first of `others`."""
+
+    def with_runs(self, roots: Sequence[Path], run: RunDir) -> Comparison:
+        """Read the runs that are new, and the settings of `run`."""
+        new = [root for root in roots if root not in self.others]
+        known = self.others | dict(zip(new, read_runs(new), strict=True))
+        first = _figures(roots[0], known[roots[0]]) if roots else None
+        return Comparison({root: known[root] for root in roots}, settings_of(run), first)
+
+    def runs(self, info: RunInfo, state: RunState) -> Sequence[RunCurves]:
+        """Return this run and the others; empty without a comparison."""
+        if not self.others:
+            return ()
+        return [RunCurves("this run", info, state, self.settings), *self.others.values()]
+
+
+def _figures(root: Path, run: RunCurves) -> RunBenchmark:
+    figures = benchmark_state(run.state, run=run.name, mode=run.info.mode)
+    return replace(figures, exit_code=exit_code(RunDir(root)))
 
 
 @dataclass(frozen=True, eq=False)

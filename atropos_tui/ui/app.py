@@ -6,11 +6,10 @@ The app owns no process and no file of the run, so killing it changes nothing.
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -19,17 +18,14 @@ from rich.text import Text
 from textual.app import ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
-from textual.widget import Widget
 
 from atropos_common.protocol.control import Phase, RunStatus, State
 from atropos_common.protocol.records import CommandRecord, GaugesRecord
-from atropos_common.system.run_dir import RunDir
-from atropos_tui.monitor.bench import RunBenchmark, benchmark_state
 from atropos_tui.monitor.charts import Looking
 from atropos_tui.monitor.format import clock, one_line
 from atropos_tui.monitor.log_buffer import LogFeed
-from atropos_tui.monitor.overlay import RunCurves, read_runs, settings_of
-from atropos_tui.monitor.run.run_files import RunInfo, exit_code, status_from_files
+from atropos_tui.monitor.overlay import Comparison
+from atropos_tui.monitor.run.run_files import RunInfo, status_from_files
 from atropos_tui.monitor.run.state import RunState
 from atropos_tui.monitor.run_list import other_runs
 from atropos_tui.supervisor.client import ControlClient
@@ -45,29 +41,27 @@ from atropos_tui.ui.feed import (
     StatusArrived,
     SupervisorGone,
 )
-from atropos_tui.ui.terminal import Bell, edit, ground, run_app, save_screenshot
+from atropos_tui.ui.terminal import (
+    Bell,
+    edit,
+    ground,
+    keep_history_out_of_collections,
+    run_app,
+    save_screenshot,
+)
 from atropos_tui.ui.theme import LIGHT, THEME, first_theme, theme_colours
-from atropos_tui.ui.views import ENLARGED, VIEWS, arrange, compose_screen, view_spec, visible
-from atropos_tui.ui.widgets.bars import Apply, Keys, SearchBar, ViewsLine
+from atropos_tui.ui.views import REFRESH_S, VIEWS, Navigator, Painter, compose_screen, visible
+from atropos_tui.ui.widgets.bars import Apply, Keys, SearchBar
 from atropos_tui.ui.widgets.components import Components
 from atropos_tui.ui.widgets.curves import Chart, ChartGrid
 from atropos_tui.ui.widgets.details import StepPanel
 from atropos_tui.ui.widgets.events import Events
-from atropos_tui.ui.widgets.header import Notices
 from atropos_tui.ui.widgets.log_view import LogView
-from atropos_tui.ui.widgets.panel import Listing, Panel, View, hidden
+from atropos_tui.ui.widgets.panel import Listing, View, hidden
 from atropos_tui.ui.widgets.rollouts import RolloutDetail, Rollouts
 
-# Seconds between two draws: of changes, and of curves.
-REFRESH_S = 0.25
-CURVES_S = 1.0
-# Seconds between two draws of figures that always change (uptimes, ages, use of the machine):
-# usually, and after `QUIET_S` seconds without another change.
-CLOCKS_S, QUIET_CLOCKS_S = 1.0, 2.0
-QUIET_S = 5.0
 # Seconds to wait for the lines of a log that was switched to, and number of checks in that time.
 FILL_S, FILL_LOOKS = 0.6, 6
-COLLECT_S = 60.0  # a full garbage collection stops the screen for 0.25 s
 SEARCHED = (LogView, Rollouts, Events)
 
 
@@ -139,37 +133,30 @@ class CockpitApp(CommandApp):
         self.feed = Feed(run_dir, control or ControlClient(run_dir), self.post_message)
         self.clock = clock
         self.rings = Bell(self.feed.run)
+
+        # What is known of the run. Until its files were read to their end once, `_newest` has the
+        # last records of long streams, and no curve is drawn.
         self.info = RunInfo()
         self.state = RunState()
-        # From the last records of long streams, until the history is read
         self._newest: RunState | None = None
         self.status: RunStatus | None = None
-        # The files were read to their end once; no curve is drawn before.
         self.loaded = False
         self._bad_lines = 0
-        # Not drawn yet: anything; records of the streams, which alone move the curves.
-        self._dirty = self._fresh_records = True
-        # Panels that show the newest drawn records. A panel that appears later is missing here and
-        # gets a `View`.
-        self._current: set[Widget] = set()
-        self._drawn_at = self._curves_at = self._news_at = float("-inf")
-        self._log_of_all = False
-        # Actions that the footer hides now.
-        self._idle: tuple[str, ...] = ()
-        self._view_name = "overview"
-        self._way_back: list[str] = []  # for Esc
+
+        # What is shown, and how. `_idle`: actions that the footer hides now.
+        self.painter = Painter(self, self._view)
+        self.views = Navigator(self, self.painter)
         self.chosen = user_files.charts()
         self.looking = Looking(self.chosen.lens())
-        # Runs on the same axes as this one, in the order of the choice.
-        self.others: dict[Path, RunCurves] = {}
-        self.other: RunBenchmark | None = None  # figures of the first of `others`
-        self._settings: dict[str, str] = {}
-        self._enlarged: Chart | None = None
+        self.comparison = Comparison()
+        self._log_of_all = False
+        self._idle: tuple[str, ...] = ()
+
+        # The themes come last: `watch_theme` calls `keep_theme` with a theme that the user chooses.
+        self.keep_theme: Callable[[str], object] = lambda name: None
         for theme in (THEME, LIGHT):
             self.register_theme(theme)
         self.theme = THEME.name
-        # Called with a theme that the user chooses
-        self.keep_theme: Callable[[str], object] = lambda name: None
 
     def watch_theme(self, name: str) -> None:
         if self.is_running:
@@ -198,11 +185,8 @@ class CockpitApp(CommandApp):
             or bool(self.gone)
             or stable_fields(message.status) != stable_fields(self.status)
         )
-        self.status, self.gone, self.is_over = (
-            message.status,
-            "",
-            message.status.phase is Phase.ENDED,
-        )
+        self.status, self.gone = message.status, ""
+        self.is_over = message.status.phase is Phase.ENDED
         self._after_status(news)
 
     def on_supervisor_gone(self, message: SupervisorGone) -> None:
@@ -220,7 +204,7 @@ class CockpitApp(CommandApp):
         self.info, self._newest = message.info, RunState()
         for record in message.records:
             self._newest.apply(record)
-        self._dirty = True
+        self.painter.dirty = True
 
     def on_records_arrived(self, message: RecordsArrived) -> None:
         if message.reset:
@@ -235,26 +219,13 @@ class CockpitApp(CommandApp):
         self.info, self._bad_lines = message.info, message.bad_lines
         if not self.loaded and not message.behind:
             self.loaded, self._newest = True, None
-            self._tune_garbage_collector()
+            keep_history_out_of_collections(self)
         # Gauges arrive every few seconds and change no curve, so they wait for the next draw of the
         # clocks.
-        only_clocks = bool(message.records) and all(
-            isinstance(record, GaugesRecord) for record in message.records
-        )
-        news = message.reset or not only_clocks
-        self._dirty, self._fresh_records = self._dirty or news, self._fresh_records or news
+        gauges = [record for record in message.records if isinstance(record, GaugesRecord)]
+        if message.reset or not gauges or len(gauges) < len(message.records):
+            self.painter.dirty = self.painter.fresh_records = True
         self._use_status_from_files()
-
-    def _tune_garbage_collector(self) -> None:
-        # The history stays until the end. `freeze` excludes it from collections, which would delay
-        # keys.
-        gc.freeze()
-        gc.set_threshold(2_000, 5, 1_000_000)
-        gc.enable()
-        self.set_interval(COLLECT_S, self._collect)
-
-    def _collect(self) -> None:  # Textual's timers need a Python function
-        gc.collect()
 
     def on_log_arrived(self, message: LogArrived) -> None:
         log = self.find(LogView)
@@ -264,7 +235,7 @@ class CockpitApp(CommandApp):
 
     def _after_status(self, news: bool) -> None:
         # A status without news changes only figures, which are drawn with the clocks.
-        self._dirty = self._dirty or news
+        self.painter.dirty = self.painter.dirty or news
         if self.rings.at_status(self.status):
             self.bell()
         if (idle := self.idle_actions()) != self._idle:
@@ -278,52 +249,22 @@ class CockpitApp(CommandApp):
     # Drawing.
 
     def _refresh_panels(self) -> None:
-        now = time.monotonic()
-        known = self.loaded or self._newest is not None
-        # Under a dialog only the clocks trigger a draw, because each draw repaints the whole
-        # screen. The slice, because the stack is empty while the app ends.
-        at_once = self._dirty and known and self.screen_stack[-1:] == [self.main]
-        # While a component starts or fails, the user watches the seconds: draw the clocks at the
-        # shorter interval.
-        if self._dirty or not self._is_steady():
-            self._news_at = now
-        clocks = CLOCKS_S if now - self._news_at < QUIET_S else QUIET_CLOCKS_S
-        if self.main and (now - self._drawn_at >= clocks or at_once):
-            curves = self._fresh_records and self.loaded and now - self._curves_at >= CURVES_S
-            self._draw(curves)
-
-    def _is_steady(self) -> bool:
-        return self.status is not None and all(
+        is_known = self.loaded or self._newest is not None
+        # While a component starts or fails, the user watches the seconds.
+        is_steady = self.status is not None and all(
             row.state in (State.HEALTHY, State.PENDING) or row.state.is_resting
             for row in self.status.components
         )
+        if self.painter.refresh(is_known=is_known, is_loaded=self.loaded, is_steady=is_steady):
+            self._choose_component()
 
     @property
     def has_news(self) -> bool:
-        return self._dirty or (self._fresh_records and self.loaded)
-
-    def _draw(self, curves: bool) -> None:
-        self._drawn_at = time.monotonic()
-        self._dirty = False
-        if curves:
-            self._curves_at, self._fresh_records = self._drawn_at, False
-            self._current.clear()
-        self._show(visible(self.main) if self.main else (), curves)
-        self._choose_component()
-
-    def _show(self, widgets: Iterable[Widget], curves: bool) -> None:
-        view = self._view()
-        for widget in widgets:
-            # Panels that follow records skip draws without new curves, unless they have just
-            # appeared.
-            needs_records = curves or (self.loaded and widget not in self._current)
-            if isinstance(widget, Panel) and (needs_records or not widget.follows_records):
-                widget.present(view)
-                self._current.add(widget)
+        return self.painter.dirty or (self.painter.fresh_records and self.loaded)
 
     # A panel that appears needs a `View`; after the end of a run no record would trigger one.
     def on_resize(self) -> None:
-        self._dirty = True
+        self.painter.dirty = True
 
     def _view(self) -> View:
         table = self.find(Components)
@@ -335,41 +276,28 @@ class CockpitApp(CommandApp):
             gone=self.gone,
             now=self.clock(),
             bad_lines=self._bad_lines,
-            other=self.other,
+            other=self.comparison.first,
             selected=table.selected.name if table and table.selected else "",
             loaded=self.loaded,
             looking=self.looking,
-            runs=self.runs,
+            runs=self.comparison.runs(self.info, self.state),
         )
 
-    def draw_now(self, kind: type[Chart] | None = None) -> None:
-        """Draw at once, for a key; `kind`: only charts and the panel of their step."""
-        if self.main:
-            wanted = (Chart, StepPanel) if kind else Widget
-            self._show(
-                [widget for widget in visible(self.main) if isinstance(widget, wanted)], self.loaded
-            )
-
     def _choose_component(self) -> None:
-        table = self.find(Components)
+        table, rows = self.find(Components), self.status.components if self.status else []
+        if table is None or self.user_selects or table.is_users or not rows:
+            return
         # Until the user moves the cursor it follows what matters most: a failed component, a
         # starting one, the trainer.
-        if (
-            table
-            and not (self.user_selects or table.is_users)
-            and self.status
-            and self.status.components
-        ):
-            rows = self.status.components
-            for wanted in (State.FAILED, State.BACKOFF, State.STARTING):
-                if found := [row for row in rows if row.state is wanted]:
-                    table.select(found[0].name)
-                    return
-            table.select(next((row.name for row in rows if row.role == "trainer"), rows[-1].name))
+        for wanted in (State.FAILED, State.BACKOFF, State.STARTING):
+            if found := [row for row in rows if row.state is wanted]:
+                table.select(found[0].name)
+                return
+        table.select(next((row.name for row in rows if row.role == "trainer"), rows[-1].name))
 
     def on_components_selected(self, message: Components.Selected) -> None:
         self.user_selects = self.user_selects or message.by_user
-        self._dirty = True
+        self.painter.dirty = True
         if not self._log_of_all:
             self._follow_logs(message.component)
 
@@ -430,38 +358,12 @@ class CockpitApp(CommandApp):
     # Views.
 
     def action_view(self, name: str) -> None:
-        if main := self.main:
-            if name != self._view_name:
-                self._way_back = [*self._way_back, self._view_name] if name != "overview" else []
-            self._view_name = name
-            main.query_one(ViewsLine).highlight(name)
-            before = set(visible(main))
-            arrange(main, name)
-            if name == "rollouts":
-                main.query_one(Rollouts).point()
-            self._focus(main, name)
-            main.refresh(
-                layout=True
-            )  # now: otherwise the old panels are painted once more before the layout
-            self._show([widget for widget in visible(main) if widget not in before], self.loaded)
-            if name == "events" and (diagnosis := main.query_one(Notices).diagnosis):
-                main.query_one(Events).point(diagnosis)
-
-    def _focus(self, main: Screen[object], name: str) -> None:
-        kind = view_spec(name).focus
-        next(
-            (widget for widget in visible(main) if isinstance(widget, kind)), main.query_one(kind)
-        ).focus()
+        self.views.open(name)
 
     def action_view_before(self) -> None:
         """Undo one filter, search or mark; else return to the view before."""
-        if any(panel.drop() for panel in self._searchable()):
-            return
-        if self._way_back:
-            *way, name = self._way_back
-            self.action_view(name)
-            # `action_view` has just added the view that was left.
-            self._way_back = way
+        if not any(panel.drop() for panel in self._searchable()):
+            self.views.back()
 
     def action_select(self, by: int) -> None:
         if table := self.find(Components):
@@ -536,19 +438,12 @@ class CockpitApp(CommandApp):
 
     # Charts.
 
-    @property
-    def runs(self) -> Sequence[RunCurves]:
-        """This run and those on the same axes; empty without a comparison."""
-        if not self.others:
-            return ()
-        return [RunCurves("this run", self.info, self.state, self._settings), *self.others.values()]
-
     def on_chart_turned(self) -> None:
         kept = self.chosen.through(self.looking.lens)
         if kept != self.chosen:
             self.chosen = kept
             user_files.keep(charts=kept)
-        self.draw_now(Chart)
+        self.painter.draw_now(Chart, StepPanel)
 
     def on_chart_asked(self, message: Chart.Asked) -> None:
         if message.what == "rollouts":
@@ -557,10 +452,11 @@ class CockpitApp(CommandApp):
                 rollouts.go_to(message.step)
         elif message.what in ("log", "events"):
             self._go_to_step(message.what, message.step)
-        elif message.what == "enlarge" and self.main:
-            self._enlarge(message.chart)
+        elif message.what == "enlarge":
+            self.views.enlarge(message.chart)
         elif message.what == "back":
-            self._shrink(message.chart)
+            self.action_view_before()
+            self.views.refocus(message.chart)
 
     def _go_to_step(self, what: str, step: int) -> None:
         # A step's record is written at its end, so its time is the end of the step.
@@ -578,33 +474,12 @@ class CockpitApp(CommandApp):
             if events := self.find(Events):
                 events.go_to(ends.times[at])
 
-    def _enlarge(self, chart: Chart) -> None:
-        assert self.main
-        large = self.main.query_one(f"#view-{ENLARGED}").query_one(Chart)
-        if chart is large:
-            self._shrink(chart)
-            return
-        self._enlarged = chart
-        large.become(chart.spec)
-        self.action_view(ENLARGED)
-
-    def _shrink(self, chart: Chart) -> None:
-        self.action_view_before()
-        # Only a chart in the full-screen view gives the focus back to the chart it came from.
-        if self._enlarged is not None and any(
-            node.id == f"view-{ENLARGED}" for node in chart.ancestors
-        ):
-            self._enlarged.focus()
-
     async def draw_chosen(self) -> None:
         """Add charts of the chosen curves to the training view."""
         if self.main:
-            await (
-                self.main.query_one("#view-training")
-                .query_one(ChartGrid)
-                .set_extra(self.chosen.metrics)
-            )
-            self.draw_now()
+            grid = self.main.query_one("#view-training").query_one(ChartGrid)
+            await grid.set_extra(self.chosen.metrics)
+            self.painter.draw_now()
 
     def action_choose_curves(self) -> None:
         self.run_worker(self._choose_curves(), group="curves", exclusive=True)
@@ -624,26 +499,15 @@ class CockpitApp(CommandApp):
         self.run_worker(self._compare(), group="compare", exclusive=True)
 
     async def _compare(self) -> None:
-        root = self.feed.run.root
+        run, others = self.feed.run, self.comparison.others
         # Listing and reading runs is file work: it must not block the screen.
-        found = await asyncio.to_thread(other_runs, root)
-        wanted = await self.push_screen_wait(ChooseRunsDialog(found, self.others, self.size.width))
-        if not isinstance(wanted, list):
-            return
-        new = [path for path in wanted if path not in self.others]
-        read = dict(zip(new, await asyncio.to_thread(read_runs, new), strict=True))
-        self.others = {path: self.others.get(path) or read[path] for path in wanted}
-        self._settings = await asyncio.to_thread(settings_of, self.feed.run)
-        first = next(iter(self.others), None)
-        self.other = self._figures(first) if first else None
-        # A window or cursor of this run alone may lie outside the new axes.
-        self.looking.lens = self.chosen.lens()
-        self.draw_now()
-
-    def _figures(self, root: Path) -> RunBenchmark:
-        run = self.others[root]
-        figures = benchmark_state(run.state, run=run.name, mode=run.info.mode)
-        return replace(figures, exit_code=exit_code(RunDir(root)))
+        found = await asyncio.to_thread(other_runs, run.root)
+        wanted = await self.push_screen_wait(ChooseRunsDialog(found, others, self.size.width))
+        if isinstance(wanted, list):
+            self.comparison = await asyncio.to_thread(self.comparison.with_runs, wanted, run)
+            # A window or cursor of this run alone may lie outside the new axes.
+            self.looking.lens = self.chosen.lens()
+            self.painter.draw_now()
 
 
 def stable_fields(status: RunStatus) -> object:

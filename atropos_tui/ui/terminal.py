@@ -37,6 +37,7 @@ Ground = Literal["dark", "light"]
 ANSWER_S = 0.5  # for the terminal's answer about its background colour
 LEAVE_S = 3.0  # a screen that cannot close by then ends with `os._exit`
 NEWS_S = 60.0  # older records do not ring the bell
+COLLECT_S = 60.0  # between two full garbage collections
 FONTS = "'DejaVu Sans Mono', Menlo, Consolas, 'Liberation Mono', monospace"
 
 
@@ -76,6 +77,15 @@ def run_app(app: CommandApp) -> Outcome:
             last_resort.cancel()
 
     return asyncio.run(run_until_left()) or ("failed" if app.return_code else "detach")
+
+
+def keep_history_out_of_collections(app: CommandApp) -> None:
+    """Enable the garbage collector, without the objects that exist now and stay until the end."""
+    gc.freeze()
+    gc.set_threshold(2_000, 5, 1_000_000)
+    gc.enable()
+    # A full collection stops the screen for 0.25 s. Textual's timers need a Python function.
+    app.set_interval(COLLECT_S, lambda: gc.collect() and None)
 
 
 def _watch_terminal(gone: Callable[[], None]) -> None:

@@ -1,8 +1,9 @@
-"""Layout of the main screen, and the table of views, one for each number key."""
+"""The main screen: its layout, the table of views, the switch between them, and when to draw."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from textual.app import ComposeResult
@@ -10,6 +11,7 @@ from textual.containers import Horizontal
 from textual.widget import Widget
 from textual.widgets import Static
 
+from atropos_tui.ui.commands import CommandApp
 from atropos_tui.ui.widgets.bars import CommandBar, Keys, SearchBar, ViewsLine
 from atropos_tui.ui.widgets.benchmark import AlignmentPanel, Benchmark, Summary
 from atropos_tui.ui.widgets.components import Components
@@ -20,8 +22,16 @@ from atropos_tui.ui.widgets.header import Header, Notices
 from atropos_tui.ui.widgets.legend import RunsLegend
 from atropos_tui.ui.widgets.log_view import LogView
 from atropos_tui.ui.widgets.machine import MachinePanel, Nodes
-from atropos_tui.ui.widgets.panel import Panel
+from atropos_tui.ui.widgets.panel import Panel, View
 from atropos_tui.ui.widgets.rollouts import RolloutDetail, Rollouts
+
+# Seconds between two draws: of changes, and of curves.
+REFRESH_S = 0.25
+CURVES_S = 1.0
+# Seconds between two draws of figures that always change (uptimes, ages, use of the machine):
+# usually, and after `QUIET_S` seconds without another change.
+CLOCKS_S, QUIET_CLOCKS_S = 1.0, 2.0
+QUIET_S = 5.0
 
 
 class ViewSpec(NamedTuple):
@@ -180,3 +190,112 @@ def visible(root: Widget) -> Iterator[Widget]:
         if child.display or (isinstance(child, Panel) and child.hides_itself):
             yield child
             yield from visible(child)
+
+
+class Painter:
+    """Draws the visible panels: at once for something new, else with the clocks."""
+
+    def __init__(self, app: CommandApp, view: Callable[[], View]) -> None:
+        self._app, self._view = app, view
+        # Not drawn yet: anything; records of the streams, which alone move the curves.
+        self.dirty = self.fresh_records = True
+        # Panels that show the newest drawn records. One that appears later is missing here.
+        self.current: set[Widget] = set()
+        self._drawn_at = self._curves_at = self._news_at = float("-inf")
+
+    def refresh(self, *, is_known: bool, is_loaded: bool, is_steady: bool) -> bool:
+        """Draw if it is time; return True if it was.
+
+        Args:
+            is_known: there is something to draw; is_loaded: with its whole history.
+            is_steady: no component starts or fails, so clocks may be drawn less often.
+        """
+        now, main = time.monotonic(), self._app.main
+        if self.dirty or not is_steady:
+            self._news_at = now
+        clocks = CLOCKS_S if now - self._news_at < QUIET_S else QUIET_CLOCKS_S
+        # Under a dialog only the clocks trigger a draw, because each draw repaints the whole
+        # screen. The slice, because the stack is empty while the app ends.
+        at_once = self.dirty and is_known and self._app.screen_stack[-1:] == [main]
+        if main is None or not (at_once or now - self._drawn_at >= clocks):
+            return False
+        curves = self.fresh_records and is_loaded and now - self._curves_at >= CURVES_S
+        self._drawn_at, self.dirty = now, False
+        if curves:
+            self._curves_at, self.fresh_records = now, False
+            self.current.clear()
+        self.draw(visible(main), curves=curves)
+        return True
+
+    def draw(self, widgets: Iterable[Widget], *, curves: bool | None = None) -> None:
+        """Draw the panels among `widgets`; `curves`: also those that follow only the records."""
+        view = self._view()
+        for widget in widgets:
+            # Panels that follow records skip draws without new curves, unless they just appeared.
+            needs_records = (view.loaded and widget not in self.current) or (
+                view.loaded if curves is None else curves
+            )
+            if isinstance(widget, Panel) and (needs_records or not widget.follows_records):
+                widget.present(view)
+                self.current.add(widget)
+
+    def draw_now(self, *kinds: type[Widget]) -> None:
+        """Draw at once, for a key; `kinds`: only these panels."""
+        if main := self._app.main:
+            self.draw([one for one in visible(main) if isinstance(one, kinds or Widget)])
+
+
+class Navigator:
+    """The view on the screen, and the way back."""
+
+    def __init__(self, app: CommandApp, painter: Painter) -> None:
+        self._app, self._painter = app, painter
+        self.name = "overview"
+        self._before: list[str] = []
+        self._enlarged: Chart | None = None
+
+    def open(self, name: str) -> None:
+        """Show a view; the overview forgets the way back."""
+        if (main := self._app.main) is None:
+            return
+        if name != self.name:
+            self._before = [*self._before, self.name] if name != "overview" else []
+        self.name = name
+        main.query_one(ViewsLine).highlight(name)
+        before = set(visible(main))
+        arrange(main, name)
+        if name == "rollouts":
+            main.query_one(Rollouts).point()
+        kind = view_spec(name).focus
+        shown = (widget for widget in visible(main) if isinstance(widget, kind))
+        next(shown, main.query_one(kind)).focus()
+        # Now, or the old panels are painted once more before the layout.
+        main.refresh(layout=True)
+        self._painter.draw([widget for widget in visible(main) if widget not in before])
+        if name == "events" and (diagnosis := main.query_one(Notices).diagnosis):
+            main.query_one(Events).point(diagnosis)
+
+    def back(self) -> None:
+        """Return to the view before, if there is one."""
+        if self._before:
+            *before, name = self._before
+            self.open(name)
+            self._before = before  # `open` has just added the view that was left
+
+    def enlarge(self, chart: Chart) -> None:
+        """Show a chart on the whole screen, or end that."""
+        if (main := self._app.main) is None:
+            return
+        large = main.query_one(f"#view-{ENLARGED}").query_one(Chart)
+        if chart is large:
+            self.back()
+            self.refocus(chart)
+            return
+        self._enlarged = chart
+        large.become(chart.spec)
+        self.open(ENLARGED)
+
+    def refocus(self, chart: Chart) -> None:
+        """Give the focus back to the chart that was enlarged, if `chart` showed it."""
+        if self._enlarged and any(node.id == f"view-{ENLARGED}" for node in chart.ancestors):
+            self._enlarged.focus()

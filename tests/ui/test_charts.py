@@ -223,7 +223,7 @@ async def test_other_runs_lie_on_the_same_axes(run: RunDir) -> None:
         assert (max(mine.places), max(theirs.places)) == (120, 60) and mine.colour != theirs.colour
         await screen.press("5")
         await screen.shows("Steps  ")
-        assert screen.app.other is not None
+        assert screen.app.comparison.first is not None
 
 
 async def test_the_mouse_sets_the_cursor_zooms_and_enlarges(run: RunDir) -> None:

@@ -342,7 +342,7 @@ async def test_another_run_stands_beside_with_ratios(tmp_path: Path) -> None:
         await screen.until(lambda: isinstance(screen.app.screen, ChooseRunsDialog))
         await screen.press("space", "enter")
         await screen.shows("BENCHMARK SUMMARY")
-        assert screen.app.other is None
+        assert screen.app.comparison.first is None
 
 
 async def test_a_picture_is_saved_and_fetches_nothing(
@@ -613,15 +613,15 @@ async def test_the_line_of_views_is_lit_and_can_be_clicked_and_esc_leads_back(
         for view in VIEWS:
             at = line._ends[view] - 2
             await screen.pilot.click(ViewsLine, offset=(1 + at, 0))
-            await screen.until(lambda view=view: screen.app._view_name == view)  # type: ignore[misc]
+            await screen.until(lambda view=view: screen.app.views.name == view)  # type: ignore[misc]
         await screen.press("1", "2")
         screen.app.query_one(Components).focus()
         await screen.press("enter")
         await screen.shows("--training-steps 60")
         await screen.press("escape")
-        await screen.until(lambda: screen.app._view_name == "training")
+        await screen.until(lambda: screen.app.views.name == "training")
         await screen.press("escape")
-        await screen.until(lambda: screen.app._view_name == "overview")
+        await screen.until(lambda: screen.app.views.name == "overview")
         await screen.press("escape")
         await screen.shows("Reward")
 

@@ -9,7 +9,7 @@ import pytest
 
 from atropos_common.protocol.records import EvalRecord
 from atropos_common.system.run_dir import RunDir
-from atropos_tui.monitor.overlay import read_runs, settings_of
+from atropos_tui.monitor.overlay import Comparison
 from atropos_tui.ui.widgets.curves import Chart
 from atropos_tui.ui.widgets.legend import Entry, RunsLegend, legend_line
 from tests.ui.conftest import Screen, cockpit
@@ -83,9 +83,8 @@ async def test_one_line_names_the_runs_by_what_differs(run: RunDir, size: tuple[
     ]
     async with cockpit(run, size, FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows("step 60/60")
-        screen.app.others = dict(zip(others, read_runs(others), strict=True))
-        screen.app._settings = settings_of(run)
-        screen.app.draw_now()
+        screen.app.comparison = Comparison().with_runs(others, run)
+        screen.app.painter.draw_now()
         await screen.press("2")
         await screen.until(lambda: "lr 0.005" in screen.text())
         lines = [line for line in screen.text().splitlines() if "lr 0.005" in line]
@@ -94,8 +93,8 @@ async def test_one_line_names_the_runs_by_what_differs(run: RunDir, size: tuple[
         marks = [trace.mark for trace in charts(screen)[0]._traces]
         assert all(f"{mark} " in lines[0] for mark in marks)
         assert len(set(marks)) == (3 if screen.app.no_color else 1)
-        screen.app.others = {}
-        screen.app.draw_now()
+        screen.app.comparison = Comparison()
+        screen.app.painter.draw_now()
         await screen.until(lambda: "lr 0.005" not in screen.text())
 
 

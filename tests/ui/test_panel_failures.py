@@ -86,8 +86,8 @@ async def test_a_panel_that_cannot_be_drawn_says_so_and_recovers(
         with monkeypatch.context() as patch:
             patch.setattr(kind, method, broken)
             await screen.press(key)
-            screen.app._current.clear()
-            screen.app.draw_now()
+            screen.app.painter.current.clear()
+            screen.app.painter.draw_now()
             await screen.pilot.resize_terminal(size[0] - 1, size[1])
             for log in screen.app.query(LogView):
                 log._stale = True
@@ -95,8 +95,8 @@ async def test_a_panel_that_cannot_be_drawn_says_so_and_recovers(
             await screen.shows("cannot be drawn: ValueError: ")
             await screen.shows("Quit")
             assert "no [such] figure" in user_files.error_file().read_text()
-        screen.app._current.clear()
-        screen.app.draw_now()
+        screen.app.painter.current.clear()
+        screen.app.painter.draw_now()
         for log in screen.app.query(LogView):
             log._stale = True
         await screen.until(lambda: "cannot be" not in screen.text())

@@ -79,9 +79,9 @@ async def test_escape_drops_filter_search_and_mark_and_then_leaves(run: RunDir) 
         await screen.until(lambda: "/ weights" not in screen.text())
         assert log._marked is not None
         await screen.press("escape")
-        assert log._marked is None and screen.app._view_name == "logs"
+        assert log._marked is None and screen.app.views.name == "logs"
         await screen.press("escape")
-        assert screen.app._view_name == "overview"
+        assert screen.app.views.name == "overview"
 
 
 async def test_escape_drops_a_filter_from_whatever_panel_has_the_keys(run: RunDir) -> None:
@@ -111,9 +111,9 @@ async def test_titles_of_lists_name_their_search(
         await screen.until(lambda: f"/ {word}" in str(listing.border_title) and listing.cursor == 0)
         await screen.press("escape")
         await screen.until(lambda: f"/ {word}" not in str(listing.border_title))
-        assert screen.app._view_name != "overview"
+        assert screen.app.views.name != "overview"
         await screen.press("escape")
-        assert screen.app._view_name == "overview"
+        assert screen.app.views.name == "overview"
 
 
 async def test_rollouts_drop_what_narrows_them_one_by_one(run: RunDir) -> None:
@@ -129,7 +129,7 @@ async def test_rollouts_drop_what_narrows_them_one_by_one(run: RunDir) -> None:
         )
         await screen.press("escape")
         await screen.until(lambda: "marked: step" not in screen.text())
-        assert screen.app._view_name == "rollouts"
+        assert screen.app.views.name == "rollouts"
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
