@@ -101,15 +101,15 @@ async def over_http() -> None:
         await serve(run)
 
 
-async def in_process(flags: list[str]) -> None:
+async def in_process(argv: list[str]) -> None:
     """vLLM's `AsyncLLM`, with the arguments that our server would give it."""
-    from vllm_server import app, compat
+    from vllm_server import compat, flags
     from vllm_server.config import ServerConfig
 
     compat.cli_env_setup()
     config = ServerConfig.from_env({})
-    args = app.parse_arguments(flags)
-    app.check_arguments(args, config)
+    args = flags.parse_arguments(argv)
+    flags.check_arguments(args, config)
     shutil.rmtree(config.bridge_dir, ignore_errors=True)
     async with compat.build_async_engine_client(args) as engine:
         from vllm.sampling_params import RequestOutputKind, SamplingParams

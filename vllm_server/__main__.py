@@ -1,5 +1,6 @@
-"""Start the inference server: `python -m vllm_server --model MODEL [--port 9001] [any flag of
-vLLM's server]`.
+"""Start the inference server.
+
+    python -m vllm_server --model MODEL [--port 9001] [any flag of vLLM's server]
 
 Settings are checked before vLLM is imported, so that a mistake costs a second and one line.
 """
@@ -7,6 +8,7 @@ Settings are checked before vLLM is imported, so that a mistake costs a second a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import multiprocessing
@@ -38,25 +40,30 @@ if multiprocessing.parent_process() is not None:
     die_with_parent()
 
 HELP = f"""\
-usage: python -m vllm_server --model MODEL [--host {DEFAULT_HOST}] [--port {DEFAULT_PORT}] [flags of vLLM's server]
+usage: python -m vllm_server --model MODEL [--host {DEFAULT_HOST}] [--port {DEFAULT_PORT}]
+                             [flags of vLLM's server]
 
-vLLM's OpenAI server plus POST /generate (tokens with logprobs), /health_generate and the weight bridge under /bridge.
-All flags are vLLM's own; `--help=all` lists them (slow: it imports vLLM). Defaults that differ from vLLM's:
-  --host {DEFAULT_HOST}   --port {DEFAULT_PORT}   --logprobs-mode processed_logprobs (the trainer's ratios need it)
+vLLM's OpenAI server plus POST /generate (tokens with logprobs), /health_generate and the weight
+bridge under /bridge. All flags are vLLM's own; `--help=all` lists them (slow: it imports vLLM).
+Defaults that differ from vLLM's:
+  --host {DEFAULT_HOST}   --port {DEFAULT_PORT}
+  --logprobs-mode processed_logprobs (the trainer's ratios need it)
 
 environment:
   LOGDIR=DIR                       bridge directory: manifest, version stamp, token
   VLLM_BRIDGE_CONFIG_PATH=FILE     the manifest itself, instead of LOGDIR/vllm_bridge_config.json
   VLLM_ENABLE_SHARED_WEIGHTS=1     single copy: export the weights so that a trainer can map them
-  ATROPOS_WEIGHT_UPDATES=1         take new weights while running: POST /bridge/load, or a broadcast
-  ATROPOS_TOKEN=SECRET             asked for on control routes (header X-Atropos-Token); made and written if unset
+  ATROPOS_WEIGHT_UPDATES=1         take new weights while running (POST /bridge/load, broadcast)
+  ATROPOS_TOKEN=SECRET             needed on control routes, in the header X-Atropos-Token;
+                                   made and written if unset
   ATROPOS_HOLD_GENERATION=1        answer only requests with the token until POST /bridge/resume
   ATROPOS_SHM_NAME=NAME            name of the weight file under /dev/shm
   ATROPOS_ALLOWED_HOSTS=A,B        further names accepted in the Host header
-  OMP_NUM_THREADS=1                on a CPU: also lets the engine process start by fork, in half the time
+  OMP_NUM_THREADS=1                on a CPU: also starts the engine by fork, in half the time
   ATROPOS_FORK_ENGINE=0            never start it that way
-  ATROPOS_NODE_ADDRESS=ADDRESS     of this machine, for an engine over several: --nnodes N --node-rank R --master-addr
-                                   A --master-port P on each, and --headless on all but the first, which serves
+  ATROPOS_NODE_ADDRESS=ADDRESS     of this machine, for an engine over several: --nnodes N
+                                   --node-rank R --master-addr A --master-port P on each, and
+                                   --headless on all but the first, which serves
 """
 
 
@@ -64,8 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the server until SIGTERM.
 
     Returns:
-        0 stopped; 1 the engine failed; 2 a mistake in flags, environment or installation; 130
-        interrupted.
+        0 stopped; 1 the engine failed; 2 wrong flags, environment or installation; 130 interrupted.
     """
     argv = sys.argv[1:] if argv is None else argv
     if any(flag in ("-h", "--help") for flag in argv):
@@ -129,10 +135,8 @@ def _check_arguments(argv: list[str]) -> None:
     known, _ = parser.parse_known_args(argv)
     model = known.model or (argv[0] if argv and not argv[0].startswith("-") else None)
     if model is None and known.config is None:
-        raise ConfigError(
-            "--model is missing: name a directory with config.json, or a hub id such as "
-            "Qwen/Qwen3-0.6B"
-        )
+        fix = "name a directory with config.json, or a hub id such as Qwen/Qwen3-0.6B"
+        raise ConfigError(f"--model is missing: {fix}")
     if model is not None:
         check_model(model)
         longest = int(known.max_model_len) if known.max_model_len.isdecimal() else None
@@ -156,12 +160,11 @@ def check_model(model: str) -> None:
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(
-                f"--model {model}: the directory has no config.json, so it is not a model"
-            )
-    elif (
-        path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1
-    ):
+            fault = "the directory has no config.json, so it is not a model"
+            raise ConfigError(f"--model {model}: {fault}")
+        return
+    is_path = path.exists() or path.is_absolute() or model.startswith((".", "~"))
+    if is_path or model.count("/") > 1:
         raise ConfigError(f"--model {model}: no such directory")
 
 
@@ -169,7 +172,7 @@ def check_release(model: str, longest: int | None, *, adapters: bool) -> None:
     """Check that the installed vLLM computes a local model as the trainer does.
 
     Args:
-        longest: length in tokens of the longest sequence; None: the model's own limit.
+        longest: tokens of the longest sequence; None: the model's own limit.
         adapters: LoRA adapters may go on every layer.
 
     Raises:
@@ -183,12 +186,10 @@ def check_release(model: str, longest: int | None, *, adapters: bool) -> None:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
         return  # vLLM's own message is better
-    if isinstance(config, dict) and (
-        refused := engine_release.why_not_served(
-            release, config, longest=longest, adapters=adapters
-        )
-    ):
-        raise ConfigError(f"--model {model}: {'; '.join(refused)}")
+    if isinstance(config, dict):
+        why_not = engine_release.why_not_served
+        if refused := why_not(release, config, longest=longest, adapters=adapters):
+            raise ConfigError(f"--model {model}: {'; '.join(refused)}")
 
 
 def check_port(host: str, port: int, flag: str = "--port") -> None:
@@ -197,29 +198,23 @@ def check_port(host: str, port: int, flag: str = "--port") -> None:
         with ports.bind(host, port, held=ports.is_held(port, os.environ)) as probe:
             probe.listen(1)
     except OSError as error:
-        raise ConfigError(
-            f"{host}:{port} cannot be bound ({error.strerror}{_listener(port)}); choose "
-            f"another {flag}"
-        ) from None
+        why = f"{error.strerror}{_listener(port)}"
+        fault = f"{host}:{port} cannot be bound ({why})"
+        raise ConfigError(f"{fault}; choose another {flag}") from None
 
 
 def _listener(port: int) -> str:
     """Return `: used by ...` for the process that listens on `port`, or an empty string."""
     import psutil
 
-    try:
-        for connection in psutil.net_connections("tcp"):
-            local = connection.laddr
-            if (
-                connection.status == psutil.CONN_LISTEN
-                and local
-                and local.port == port
-                and connection.pid
-            ):
-                process = psutil.Process(connection.pid)
+    # Without the right to see another user's processes there is no name.
+    with contextlib.suppress(psutil.Error, OSError):
+        for found in psutil.net_connections("tcp"):
+            address = found.laddr
+            listens = found.status == psutil.CONN_LISTEN and address and address.port == port
+            if listens and found.pid:
+                process = psutil.Process(found.pid)
                 return f": used by pid {process.pid}, {' '.join(process.cmdline())[:120]}"
-    except (psutil.Error, OSError):
-        pass
     return ""
 
 
@@ -227,8 +222,7 @@ def _check_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             f"vLLM is not installed for {sys.executable}. In a checkout of atropos-tui: make "
-            f"install without a GPU, "
-            "make install EXTRA=gpu on a CUDA machine"
+            "install without a GPU, make install EXTRA=gpu on a CUDA machine"
         )
 
 

@@ -1,13 +1,8 @@
-"""Routes `/lora/*`: replace the trainer's adapter while requests run. Every new request uses the
-newest adapter.
+"""Routes `/lora/*`: replace the trainer's adapter while requests run.
 
-    POST /lora/load    LoadAdapterRequest -> AdapterInfo
-    POST /lora/unload                     -> AdapterInfo   (back to the base model)
-    GET  /lora/status                     -> AdapterInfo
-
-Each load gets a new name and id, so that no prefix cached under older weights matches. A completion
-in flight ends on the adapter that it began with; the engine drops that adapter after its last
-completion. Until then its files must stay, because vLLM may read them again.
+POST /lora/load    LoadAdapterRequest -> AdapterInfo
+POST /lora/unload                     -> AdapterInfo   (back to the base model)
+GET  /lora/status                     -> AdapterInfo
 """
 
 from __future__ import annotations
@@ -47,7 +42,8 @@ class ServedAdapters:
     def __init__(self, bridge: WeightBridge, models: Any, root: Path | None) -> None:
         """Args:
         models: vLLM's list of served models.
-        root: folder below which adapters must lie; None: anywhere."""
+        root: folder below which adapters must lie; None: anywhere.
+        """
         self._bridge = bridge
         self._models = models
         self._root = root
@@ -72,12 +68,12 @@ class ServedAdapters:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[tuple[Any, int] | None]:
-        """Yield adapter and weight version for one request, and keep the adapter loaded meanwhile;
-        None: base model."""
+        """Yield adapter and weight version for one request; None: base model."""
         if self._current is None:
             yield None
             return
         request, version = self._current
+        # A completion ends on the adapter that it began with.
         self._users[request.lora_name] += 1
         try:
             yield request, version
@@ -89,8 +85,8 @@ class ServedAdapters:
         """Serve the adapter in `path` as weight version `version` from the next request on.
 
         Raises:
-            NotDone: LoRA is off, the folder holds no adapter of this model or lies outside the run,
-                or vLLM refused it. The previous weights go on answering.
+            NotDone: LoRA is off, the adapter does not fit, or vLLM refused it; the previous weights
+            answer.
         """
         folder = self._checked(path)
         async with self._bridge.lock:
@@ -98,17 +94,14 @@ class ServedAdapters:
                 raise NotDone(ASLEEP)
             await self._require_fit(folder)
             began = time.perf_counter()
+            # A new name and id each time, so that no prefix cached under older weights matches.
             request = await self._add(f"atropos-v{version}-{secrets.token_hex(4)}", folder)
             for name in self._base_names():
                 self._models.lora_requests[name] = request
             self._replace((request, version))
             await self._bridge.declare(version)
-        logger.info(
-            "adapter of version %d serves after %.3f s: %s",
-            version,
-            time.perf_counter() - began,
-            folder,
-        )
+        took_s = time.perf_counter() - began
+        logger.info("adapter of version %d serves after %.3f s: %s", version, took_s, folder)
         return self.info()
 
     async def unload(self) -> AdapterInfo:
@@ -126,10 +119,8 @@ class ServedAdapters:
 
     def _checked(self, path: str) -> Path:
         if self._config is None:
-            raise NotDone(
-                "this server was started without --enable-lora: in a profile, mode = "
-                "lora_only sets it"
-            )
+            fix = "in a profile, mode = lora_only sets it"
+            raise NotDone(f"this server was started without --enable-lora: {fix}")
         folder = folder_of_run(path, self._root, "adapters")
         try:
             there = (folder / ADAPTER_CONFIG).is_file()
@@ -141,16 +132,14 @@ class ServedAdapters:
 
     async def _require_fit(self, folder: Path) -> None:
         if self._layers is None:
-            self._layers = await asyncio.to_thread(
-                linear_shapes, self._bridge.engine.model_config.hf_config
-            )
+            config = self._bridge.engine.model_config.hf_config
+            self._layers = await asyncio.to_thread(linear_shapes, config)
         if why := await asyncio.to_thread(misfit, folder, self._layers):
             raise NotDone(f"the adapter in {folder} is not one of {self._bridge.model}: {why}")
 
     async def _add(self, name: str, folder: Path) -> Any:
-        answer = await self._models.load_lora_adapter(
-            compat.load_adapter_request(name, str(folder))
-        )
+        request = compat.load_adapter_request(name, str(folder))
+        answer = await self._models.load_lora_adapter(request)
         if not isinstance(answer, str):
             raise NotDone(f"vLLM refuses the adapter in {folder}: {answer.error.message}")
         return self._models.lora_requests[name]
@@ -162,17 +151,16 @@ class ServedAdapters:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Drop retired adapters without completions in flight, whichever route those came by."""
         if not self._retired:
             return
+        # Completions may also have come by vLLM's own routes. The files of an adapter must stay
+        # until its last one, because vLLM may read them again.
         running = compat.adapters_in_flight(self._bridge.engine)
-        for name in [
-            name for name in self._retired if not self._users[name] and name not in running
-        ]:
+        idle = [name for name in self._retired if not self._users[name] and name not in running]
+        for name in idle:
             self._bridge.spawn(self._remove(name, self._retired.pop(name)))
 
     async def _remove(self, name: str, request: Any) -> None:
-        """Remove a retired adapter from vLLM's list and memory."""
         self._users.pop(name, None)
         self._models.lora_requests.pop(name, None)
         with contextlib.suppress(Exception):  # vLLM may have evicted it already
@@ -180,7 +168,6 @@ class ServedAdapters:
 
 
 def make_router(adapters: ServedAdapters) -> APIRouter:
-    """The three routes."""
     router = APIRouter()
 
     @router.get("/lora/status")
@@ -199,8 +186,7 @@ def make_router(adapters: ServedAdapters) -> APIRouter:
 
 
 def linear_shapes(hf_config: Any) -> Shapes:
-    """Shapes of every linear layer of the transformers model for `hf_config`; allocates no
-    memory."""
+    """Return the shapes of every linear layer of the model for `hf_config`; allocate no memory."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -214,26 +200,17 @@ def linear_shapes(hf_config: Any) -> Shapes:
 
 
 def misfit(folder: Path, model: Shapes) -> str | None:
-    """Reason why the adapter in `folder` does not fit these layers; None if it fits.
-
-    vLLM copies a smaller matrix into a part of a larger one without an error, and the model then
-    answers with noise.
-    """
+    """Return the reason why the adapter in `folder` does not fit these layers."""
     from safetensors import SafetensorError, safe_open
 
+    # vLLM copies a smaller matrix into a part of a larger one without an error, and the model then
+    # answers with noise.
+    unreadable = OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError
     try:
         rank = int(json.loads((folder / ADAPTER_CONFIG).read_text())["r"])
         with safe_open(str(folder / ADAPTER_WEIGHTS), "pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        ArithmeticError,
-        RecursionError,
-        SafetensorError,
-    ) as error:
+    except (*unreadable, SafetensorError) as error:
         return f"it cannot be read ({type(error).__name__}: {error})"
     matrices = 0
     for name, shape in shapes.items():

@@ -1,8 +1,6 @@
 """Our code in vLLM's own processes: their start, their end, and the worker methods of the bridge.
 
-vLLM loads `register` in each of its processes through the entry point group `vllm.general_plugins`,
-and mixes `AtroposWorkerExtension` into its workers by `--worker-extension-cls`.
-
+vLLM loads `register` in each of them, and mixes `AtroposWorkerExtension` into its workers.
 Importing this module imports neither vLLM nor torch.
 """
 
@@ -32,12 +30,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TASKS = Path("/proc/self/task")
-"""Threads of this process, native ones included."""
+TASKS = Path("/proc/self/task")  # threads of this process, native ones included
 
 
 def register() -> None:
-    """Entry point `atropos_bridge`. Does nothing in a vLLM that another program started."""
+    """Entry point `atropos_bridge`; does nothing in a vLLM that another program started."""
     if ENV_INSTANCE_ID not in os.environ:
         return
     configure_logging()
@@ -53,44 +50,34 @@ def register() -> None:
 
 
 def configure_logging() -> None:
-    """Send this package's log lines to standard error in one format; leave the root logger
-    alone."""
+    """Send this package's log lines to standard error in one format."""
     ours = logging.getLogger("vllm_server")
     if ours.handlers:
         return
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        logging.Formatter("%(levelname)s %(asctime)s [vllm_server] %(message)s", "%m-%d %H:%M:%S")
-    )
+    layout = "%(levelname)s %(asctime)s [vllm_server] %(message)s"
+    handler.setFormatter(logging.Formatter(layout, "%m-%d %H:%M:%S"))
     ours.addHandler(handler)
     ours.setLevel(logging.INFO)
     ours.propagate = False
 
 
 def die_with_parent() -> None:
-    """Make a child process of our server die with its parent, so that SIGKILL of the server leaves
-    no orphan.
-
-    Does nothing in any other process. Safe to call twice.
-    """
+    """Make a child process of our server die with its parent."""
+    # SIGKILL of the server must leave no orphan.
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None and ENV_INSTANCE_ID in os.environ:
         _tie_to_parent(parent.pid)
 
 
 def _tie_to_parent(pid: int) -> None:
-    """Ask the kernel to kill this process when its parent `pid` dies; exit if it is dead
-    already."""
+    # False: the parent is dead already.
     if not parent_death.die_with_parent(pid):
         os._exit(1)
 
 
 def merge_worker_into_engine(args: Namespace, env: MutableMapping[str, str]) -> bool:
-    """Let the CPU engine process run the model itself, which saves one process and one import of
-    vLLM.
-
-    vLLM's separate CPU worker exists to bind OpenMP threads to cores; a user who asks for that
-    keeps it.
+    """Let the CPU engine process run the model itself.
 
     Args:
         args: vLLM's arguments, for a model of one rank; changed in place.
@@ -101,6 +88,8 @@ def merge_worker_into_engine(args: Namespace, env: MutableMapping[str, str]) -> 
     """
     if args.distributed_executor_backend is not None:
         return False
+    # vLLM's separate CPU worker exists to bind OpenMP threads to cores. Without it one process and
+    # one import of vLLM are saved.
     binds = env.get("VLLM_CPU_OMP_THREADS_BIND", "nobind") != "nobind"
     if binds or env.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
         return False
@@ -110,30 +99,25 @@ def merge_worker_into_engine(args: Namespace, env: MutableMapping[str, str]) -> 
 
 
 def why_not_fork(env: Mapping[str, str], *, cpu: bool) -> str | None:
-    """Reason against forking the engine from this process; None if forking is safe.
-
-    A fork saves the second import of vLLM (7 s and 0.3 GB on the CPU). It is safe while this
-    process has one thread, native threads included, and OMP_NUM_THREADS=1 keeps the child from
-    meeting a stale OpenMP pool. On a GPU machine it is never safe: importing vLLM starts a driver
-    thread that does not survive a fork.
-    """
+    """Return the reason against forking the engine from this process; None if forking is safe."""
+    # A fork saves the second import of vLLM (7 s and 0.3 GB on the CPU). On a GPU machine that
+    # import starts a driver thread.
     if not cpu:
         return "a GPU's driver does not survive a fork"
     if env.get(ENV_FORK_ENGINE, "1") != "1":
         return f"{ENV_FORK_ENGINE} is not 1"
+    # More threads would leave the child a stale OpenMP pool.
     if env.get("OMP_NUM_THREADS") != "1":
         return "OMP_NUM_THREADS is not 1"
     names = [(task / "comm").read_text().strip() for task in TASKS.iterdir()]
-    return (
-        f"{len(names)} threads run already ({', '.join(sorted(set(names)))})"
-        if len(names) > 1
-        else None
-    )
+    if len(names) == 1:
+        return None
+    return f"{len(names)} threads run already ({', '.join(sorted(set(names)))})"
 
 
 def prepare_fork(listening: int) -> None:
     """Make every later child die with this process, ignore its terminal's signals, and close the
-    server's port.
+    port.
 
     Args:
         listening: file descriptor of the server's socket.
@@ -146,13 +130,11 @@ def prepare_fork(listening: int) -> None:
         if forked:
             return  # a child of the engine, which ties itself
         forked = True
-        # Replace it in place of closing it: a free number could become another file that vLLM then
-        # closes.
+        # Replaced, for a free number could become another file that vLLM then closes.
         nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(nothing, listening)
         os.close(nothing)
-        # The event loop's wakeup pipe is shared: the server would take the child's signal for its
-        # own.
+        # The pipe is shared: the server's event loop would take the child's signal for its own.
         signal.set_wakeup_fd(-1)
         _tie_to_parent(server)
 
@@ -160,14 +142,11 @@ def prepare_fork(listening: int) -> None:
 
 
 def scale_raw_logprobs(sampler: torch.nn.Module) -> None:
-    """Make vLLM's `sampler` compute raw logprobs [B, V] in nats as log softmax(logits / temperature
-    [B]).
-
-    vLLM computes them at temperature 1. A torch hook passes each batch's temperatures in; only one
-    function of this one object is replaced.
-    """
+    """Make raw logprobs [B, V] in nats log softmax(logits / temperature [B]), in place of
+    temperature 1."""
     import torch
 
+    # A hook passes each batch's temperatures in. Only one function of this one object is replaced.
     present: list[torch.Tensor | None] = [None]
 
     def remember(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -176,9 +155,8 @@ def scale_raw_logprobs(sampler: torch.nn.Module) -> None:
 
     def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
         temperature = present[0]
-        if temperature is None or len(temperature) != len(
-            logits
-        ):  # all requests are greedy, or only prompts are computed
+        # All requests are greedy, or only prompts are computed.
+        if temperature is None or len(temperature) != len(logits):
             return logits.log_softmax(-1, dtype=torch.float32)
         scale = torch.where(temperature < GREEDY_BELOW, 1.0, temperature).unsqueeze(1)
         return (logits.float() / scale).log_softmax(-1)
@@ -188,19 +166,15 @@ def scale_raw_logprobs(sampler: torch.nn.Module) -> None:
 
 
 class AtroposWorkerExtension:
-    """Mixed into vLLM's worker class; called by `collective_rpc`.
+    """Mixed into vLLM's worker class; called by `collective_rpc`."""
 
-    Method names start with `atropos_`: vLLM refuses an extension whose attributes collide with its
-    worker's.
-
-    A method that can fail on one rank returns its failure and does not raise. After an exception
-    vLLM leaves the other ranks' answers unread, and each later call would take an older answer for
-    its own.
-    """
+    # Names start with `atropos_`: vLLM refuses attributes that collide with its worker's. A method
+    # that can fail on one rank returns its failure. After an exception vLLM leaves the other ranks'
+    # answers unread, and each later call would take an older answer for its own.
 
     def atropos_export_weights(self) -> dict[str, Any]:
-        """Describe this rank's parameters for the manifest (a `Shard` as plain data); `refused`
-        gives the reason why they cannot be shared."""
+        """Describe this rank's parameters (a `Shard` as plain data); `refused`: why they cannot be
+        shared."""
         from vllm_server.weights import loaders
 
         model = self.get_model()  # type: ignore[attr-defined]
@@ -212,8 +186,7 @@ class AtroposWorkerExtension:
         return shard.model_dump()
 
     def atropos_whole_distribution(self) -> None:
-        """Compute raw logprobs of the whole distribution at each request's temperature, whatever
-        top-p, penalties and the like do to the sampling. Greedy requests get the model's own."""
+        """Compute raw logprobs of the whole distribution at each request's temperature."""
         scale_raw_logprobs(self.model_runner.sampler)  # type: ignore[attr-defined]
 
     def atropos_record_routing(self) -> str | None:
@@ -227,13 +200,12 @@ class AtroposWorkerExtension:
         return None
 
     def atropos_routing(self, token_ids: list[int]) -> tuple[bytes, list[int], str] | None:
-        """Experts of these tokens except the last, as bytes with shape and dtype; None if
-        unknown."""
+        """Return the experts of these tokens except the last, as bytes with shape and dtype."""
         found = self._atropos_routing.look_up(token_ids)
         return None if found is None else (found.tobytes(), list(found.shape), found.dtype.str)
 
     def atropos_parameter_kinds(self) -> list[str]:
-        """Name one parameter of each kind of layer."""
+        """Return one parameter of each kind of layer."""
         from vllm_server.weights import graph_check
 
         return graph_check.kinds(self.get_model())  # type: ignore[attr-defined]
@@ -245,20 +217,18 @@ class AtroposWorkerExtension:
         graph_check.nudge(self.get_model(), name)  # type: ignore[attr-defined]
 
     def atropos_put_back(self, name: str) -> None:
-        """Restore the values from before `atropos_nudge`."""
         from vllm_server.weights import graph_check
 
         graph_check.put_back(self.get_model(), name)  # type: ignore[attr-defined]
 
     def atropos_why_not_in_place(self) -> str | None:
-        """Reason against writing weights over this rank's; None if there is none."""
+        """Return the reason against writing weights over this rank's."""
         from vllm_server.weights import loaders
 
         return loaders.why_not_in_place()
 
     def atropos_load_weights(self, path: str) -> dict[str, Any]:
-        """Load a folder's safetensors over this rank's parameters; return what was read and the
-        seconds by phase, or the failure under `failed`."""
+        """Load a folder's safetensors over this rank's parameters; `failed`: the failure."""
         from vllm_server.weights import reload
 
         try:
@@ -268,8 +238,7 @@ class AtroposWorkerExtension:
             return {"failed": f"{type(error).__name__}: {error}"}
 
     def atropos_transfer_failure(self) -> str | None:
-        """Return and clear the failure of this rank's last part in a broadcast; None if it
-        succeeded."""
+        """Return and clear the failure of this rank's last part in a broadcast."""
         from vllm_server.weights import broadcast_engine
 
         return broadcast_engine.take_failure()

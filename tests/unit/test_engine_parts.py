@@ -4,7 +4,6 @@ server's own side."""
 from __future__ import annotations
 
 import time
-from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -19,9 +18,8 @@ from atropos_tui.profile.plan import make_site, stack_of
 from atropos_tui.profile.sections import Profile, parse_profile
 from atropos_tui.profile.spec import ComponentSpec, StageCheck
 from tests.unit.test_machines import HEAD, RUN_DIR, SSH, flag, parts, problems, where
-from vllm_server import part
 from vllm_server.__main__ import main
-from vllm_server.config import ConfigError, prepare_network
+from vllm_server.config import prepare_network
 
 BIG = {
     "name": "big",
@@ -293,39 +291,6 @@ def test_sixty_four_machines_with_an_engine_over_every_two_are_planned_at_once()
     assert check_profile(site) == []
     assert len([spec for spec in stack_of(site).components if "--nnodes" in spec.command]) == 62
     assert time.process_time() - began < 2
-
-
-def arguments(**changes: Any) -> Namespace:
-    given = {
-        "nnodes": 1,
-        "node_rank": 0,
-        "headless": False,
-        "tensor_parallel_size": 2,
-        "pipeline_parallel_size": 1,
-    }
-    return Namespace(**given | {"data_parallel_size": 1} | changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"headless": True}, "add --nnodes"),
-        ({"node_rank": 1}, "add --nnodes"),
-        ({"nnodes": 2, "node_rank": 1}, "--headless is for all machines but the first"),
-        ({"nnodes": 2, "headless": True}, "--headless is for all machines but the first"),
-        ({"nnodes": 2, "node_rank": 2, "headless": True}, "a number from 0 to 1"),
-        ({"nnodes": 2, "tensor_parallel_size": 3}, "cannot be divided evenly"),
-        ({"nnodes": 2, "data_parallel_size": 2}, "--data-parallel-size does not go with --nnodes"),
-    ],
-)
-def test_the_server_refuses_flags_that_do_not_fit(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        part.check_arguments(arguments(**changes))
-
-
-def test_flags_that_fit_pass() -> None:
-    for changes in ({}, {"nnodes": 2}, {"nnodes": 2, "node_rank": 1, "headless": True}):
-        part.check_arguments(arguments(**changes))
 
 
 def test_a_part_takes_the_interface_of_its_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from fastapi import FastAPI
 
 from atropos_common.net.http import allowed_hosts
 from atropos_common.protocol.manifest import CudaIpc, Manifest, Shard, TensorEntry, write_manifest
-from vllm_server import app
+from vllm_server import app, flags
 from vllm_server.auth import Access, AuthMiddleware, GenerationHold
 from vllm_server.config import ConfigError, ServerConfig
 
@@ -107,7 +107,7 @@ async def test_only_a_server_that_was_told_to_end_ends_well(
 
     monkeypatch.setattr(app, "start_engine", start_engine)
     monkeypatch.setattr(app, "build", build)
-    args = app.parse_arguments(
+    args = flags.parse_arguments(
         ["--model", "any", "--port", "0", "--distributed-executor-backend", "mp"]
     )
     config = ServerConfig.from_env({"LOGDIR": str(tmp_path)})

@@ -19,8 +19,8 @@ from fastapi import FastAPI
 from atropos_common.protocol.bridge import RoutingRequest, prompt_digest
 from trainer_core.errors import EngineError
 from trainer_core.server.client import ServerClient
-from vllm_server import app as server_app
 from vllm_server import bridge as bridge_routes
+from vllm_server import flags
 from vllm_server.auth import GenerationHold
 from vllm_server.bridge import WeightBridge
 from vllm_server.config import ConfigError, ServerConfig
@@ -365,22 +365,55 @@ def _flags(**given: Any) -> Namespace:
 
 
 def test_on_a_cpu_the_flag_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_app.compat, "is_cpu", lambda: True)
+    monkeypatch.setattr(flags.compat, "is_cpu", lambda: True)
     args = _flags()
-    server_app._prepare_routing(args)
+    flags._prepare_routing(args)
     assert args.records_routing and not args.enable_return_routed_experts
-    assert args.worker_extension_cls == server_app.WORKER_EXTENSION
+    assert args.worker_extension_cls == flags.WORKER_EXTENSION
     with pytest.raises(ConfigError, match="add --enforce-eager"):
-        server_app._prepare_routing(_flags(enforce_eager=False))
+        flags._prepare_routing(_flags(enforce_eager=False))
     with pytest.raises(ConfigError, match="needs its own"):
-        server_app._prepare_routing(_flags(worker_extension_cls="mine.Extension"))
+        flags._prepare_routing(_flags(worker_extension_cls="mine.Extension"))
 
 
 def test_elsewhere_it_is_vllm_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_app.compat, "is_cpu", lambda: False)
+    monkeypatch.setattr(flags.compat, "is_cpu", lambda: False)
     args = _flags(enforce_eager=False, worker_extension_cls="mine.Extension")
-    server_app._prepare_routing(args)
+    flags._prepare_routing(args)
     assert args.records_routing and args.enable_return_routed_experts
     without = Namespace(enforce_eager=False)
-    server_app._prepare_routing(without)
+    flags._prepare_routing(without)
     assert not without.records_routing, "nor does an older vLLM have it"
+
+
+def _machine_flags(**changes: Any) -> Namespace:
+    given = {
+        "nnodes": 1,
+        "node_rank": 0,
+        "headless": False,
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 1,
+    }
+    return Namespace(**given | {"data_parallel_size": 1} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"headless": True}, "add --nnodes"),
+        ({"node_rank": 1}, "add --nnodes"),
+        ({"nnodes": 2, "node_rank": 1}, "--headless is for all machines but the first"),
+        ({"nnodes": 2, "headless": True}, "--headless is for all machines but the first"),
+        ({"nnodes": 2, "node_rank": 2, "headless": True}, "a number from 0 to 1"),
+        ({"nnodes": 2, "tensor_parallel_size": 3}, "cannot be divided evenly"),
+        ({"nnodes": 2, "data_parallel_size": 2}, "--data-parallel-size does not go with --nnodes"),
+    ],
+)
+def test_the_server_refuses_flags_that_do_not_fit(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        flags.check_machines(_machine_flags(**changes))
+
+
+def test_flags_that_fit_pass() -> None:
+    for changes in ({}, {"nnodes": 2}, {"nnodes": 2, "node_rank": 1, "headless": True}):
+        flags.check_machines(_machine_flags(**changes))
