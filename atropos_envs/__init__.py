@@ -38,8 +38,7 @@ class Dismissed(Exception):
 
 
 def without_torch() -> None:
-    """Import transformers with its tokenizers but without torch, unless torch is imported
-    already."""
+    """Import transformers with its tokenizers but without torch."""
     # torch and the packages on top of it are two thirds of a client's start-up time and memory.
     if "torch" in sys.modules:
         return

@@ -1,7 +1,4 @@
-"""The demo's task as pure functions: the sums, the held-out split, the reward.
-
-Imports neither torch nor atroposlib: the warm start, the environment and the tests share it.
-"""
+"""The demo's task as pure functions: the sums, the held-out split, the reward."""
 
 from __future__ import annotations
 
@@ -78,7 +75,7 @@ def make_task(seed: int) -> Task:
 
 
 def write_task(task: Task, folder: Path, accuracy: dict[str, float]) -> None:
-    """Save the split beside a model, with its accuracies before training."""
+    """Save the split beside a model, with its first accuracies."""
     content = {
         "seed": task.seed,
         "held_out": [[question.left, question.right] for question in task.held_out],
@@ -89,7 +86,7 @@ def write_task(task: Task, folder: Path, accuracy: dict[str, float]) -> None:
 
 
 def load_task(folder: Path, *, seed: int) -> Task:
-    """Load the split that the model in `folder` was warm-started with, else the split of `seed`.
+    """Load the split that the model in `folder` was warm-started with, else that of `seed`.
 
     Raises:
         EnvFault: the file is not a split of this task.
@@ -119,5 +116,5 @@ def _questions(pairs: list[list[int]]) -> tuple[Sum, ...]:
 
 
 def reward(completion: Sequence[int], answer: Sequence[int], eos: int) -> float:
-    """Return 1.0 if the completion is exactly the answer's token ids and the end token `eos`."""
+    """Return 1.0 for exactly the answer's token ids and the end token."""
     return float(list(completion) == [*answer, eos])

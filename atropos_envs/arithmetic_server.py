@@ -28,8 +28,6 @@ from atropos_envs.hosting.evaluation import Graded
 
 
 class ArithmeticConfig(BaseEnvConfig):  # type: ignore[misc]
-    """BaseEnv's fields and ours; on the command line `--env.NAME`."""
-
     seed: int = Field(
         0,
         description="Order of the questions; also the split, where the model folder has no "
@@ -57,11 +55,7 @@ class ArithmeticEnv(StackEnv):
     server_defaults: ClassVar[dict[str, Any]] = {"timeout": 120}
 
     async def setup(self) -> None:
-        """Load the split of the model.
-
-        Raises:
-            EnvFault: the model's task file is damaged.
-        """
+        """Load the split of the model."""
         self.task: Task = load_task(Path(self.config.tokenizer_name), seed=self.config.seed)
         self.items = epochs(self.task.training, random.Random(self.config.seed))
         carries = self.task.carries

@@ -35,11 +35,6 @@ DATASET, SUBSET = "openai/gsm8k", "main"
 
 
 def load_rows(split: str, folder: str | None) -> list[MathProblem]:
-    """Load the split `train` or `test`.
-
-    Raises:
-        EnvFault: the file is missing or damaged, or the hub does not answer.
-    """
     return read_split(folder, split) if folder else HubSplit(DATASET, split, SUBSET).load()
 
 
@@ -47,11 +42,6 @@ class Gsm8kEnv(MathEnv):
     name = "gsm8k"
 
     async def setup(self) -> None:
-        """Load both splits.
-
-        Raises:
-            EnvFault: the model has no chat template.
-        """
         self.require_chat_template()
         await super().setup()
 

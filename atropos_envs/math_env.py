@@ -33,8 +33,6 @@ PATIENCE_S = 3
 
 
 class MathProblem(TypedDict):
-    """One problem, with the data set's form of `answer`."""
-
     question: str
     answer: str
 
@@ -79,7 +77,7 @@ class HubSplit:
 
 
 def read_split(folder: str, split: str) -> list[MathProblem]:
-    """Read `FOLDER/SPLIT.jsonl`, lines of `{"question": ..., "answer": ...}`.
+    """Read `FOLDER/SPLIT.jsonl`.
 
     Raises:
         EnvFault: the file is missing or empty, or a line is not a problem.
@@ -169,7 +167,7 @@ def is_right(completion: str, gold: list[Any]) -> bool:
 
 
 def group_scores(right: Sequence[bool], lengths: Sequence[int], longest: int) -> list[float]:
-    """Return the scores of one group: +1 and -1, or by brevity if all are right.
+    """Return +1 and -1, or scores by brevity if all are right.
 
     Args:
         right: per completion.
@@ -253,7 +251,6 @@ class MathEnv(StackEnv):
     # Provided for a subclass
 
     async def setup(self) -> None:
-        """Load all splits and shuffle them by the seed."""
         rng = random.Random(self.config.seed)
         self.items = epochs(self.train_rows(), rng)
         self._test = {
@@ -265,7 +262,7 @@ class MathEnv(StackEnv):
         """Return one scored group.
 
         Raises:
-            ValueError: the answer in the data set cannot be read.
+            ValueError: an answer in the data set cannot be read.
         """
         # Before the completions: without a readable answer every completion would count as wrong.
         gold = self.gold(item)
@@ -289,7 +286,7 @@ class MathEnv(StackEnv):
         return is_right(completion.text, gold)
 
     def override(self, completion: Completion) -> dict[str, Any]:
-        """Return the trainer's override for one completion, such as `set_advantage_to_zero`."""
+        """Return the trainer's override, such as `set_advantage_to_zero`."""
         return {}
 
     def eval_questions(self) -> dict[str, Sequence[MathProblem]]:

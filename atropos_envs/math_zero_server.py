@@ -3,8 +3,7 @@
     python -m atropos_envs.math_zero_server serve --env.tokenizer_name MODEL \\
         --openai.model_name MODEL --openai.base_url http://127.0.0.1:9001/v1
 
-Trains on DeepMath-103K and evaluates on MATH-500 and AIME 2024, from the Hugging Face hub, or on
-`--env.dataset_path FOLDER` with `train.jsonl` and `test.jsonl`.
+Trains on DeepMath-103K; evaluates on MATH-500 and AIME 2024.
 """
 
 from __future__ import annotations
@@ -45,8 +44,6 @@ TESTS = {
 
 
 class MathZeroConfig(MathConfig):
-    """BaseEnv's fields and ours; on the command line `--env.NAME`."""
-
     mask_truncated: bool = Field(
         True,
         description="Count a truncated completion as wrong for its group, and do not train on it",
@@ -87,7 +84,7 @@ class MathZeroEnv(MathEnv):
         return [(choice.text or "", choice.finish_reason) for choice in answer.choices]
 
     def right(self, completion: Completion, gold: list[Any]) -> bool:
-        """Accept only an answer in a box, from a completion that ended by itself."""
+        # A completion has to end by itself, with its answer in a box.
         ended = not completion.truncated and BOX in completion.text
         return ended and super().right(completion, gold)
 

@@ -24,15 +24,11 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 class ModelMissing(RuntimeError):
-    """A package that holds or reads the model is not installed; the message has the command."""
+    """A package is not installed; the message has the command."""
 
 
 def find_gguf() -> Path:
-    """Return the file in the installed package, without importing it.
-
-    Raises:
-        ModelMissing: the package is missing, or another one has its name.
-    """
+    """Return the file in the installed package, without importing it."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         carries = "which carries SmolLM2-135M-Instruct"
@@ -44,11 +40,7 @@ def find_gguf() -> Path:
 
 
 def save_smollm2(output: Path, dtype: str = "bfloat16") -> None:
-    """Write the model's folder, with weights as safetensors in `dtype`.
-
-    Raises:
-        ModelMissing: a package is not installed.
-    """
+    """Write the model's folder, with weights as safetensors in `dtype`."""
     source = find_gguf()
     if importlib.util.find_spec("gguf") is None:
         reads = f"which reads {source.name}"

@@ -71,8 +71,6 @@ def split(seed: int) -> tuple[list[TwoDigitSum], list[TwoDigitSum]]:
 
 
 class SumsConfig(BaseEnvConfig):  # type: ignore[misc]
-    """BaseEnv's fields and ours; on the command line `--env.NAME`."""
-
     seed: int = Field(0, description="Choice of the held-out sums, and order of the others")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature of rollouts")
 
@@ -88,11 +86,6 @@ class SumsEnv(StackEnv):
     }
 
     async def setup(self) -> None:
-        """Split the sums.
-
-        Raises:
-            EnvFault: the model has no chat template.
-        """
         self.require_chat_template()
         training, self._held_out = split(self.config.seed)
         self.items = epochs(training, random.Random(self.config.seed))

@@ -46,8 +46,7 @@ def tiny_config(dtype: str = "float32", vocab_rows: int = len(VOCABULARY)) -> Qw
     """Return the config of a Qwen3 with 0.79 M parameters.
 
     Args:
-        dtype: torch's name of the weights' type.
-        vocab_rows: rows of the embeddings; rows beyond the 14 tokens are unused.
+        vocab_rows: rows of the embeddings; those beyond the 14 tokens are unused.
 
     Raises:
         ValueError: fewer rows than tokens.
@@ -78,7 +77,7 @@ def tiny_config(dtype: str = "float32", vocab_rows: int = len(VOCABULARY)) -> Qw
 def build_tiny_model(
     *, seed: int = 0, dtype: str = "float32", vocab_rows: int = len(VOCABULARY)
 ) -> Qwen3ForCausalLM:
-    """Build the model in memory with random weights; the caller's random state is unchanged."""
+    """Build the model with random weights; the caller's random state is unchanged."""
     import torch
     from transformers import GenerationConfig, Qwen3ForCausalLM
 
@@ -91,7 +90,6 @@ def build_tiny_model(
 
 
 def save_model(model: Qwen3ForCausalLM, path: Path) -> None:
-    """Write weights (safetensors), configs and tokenizer for transformers' Auto classes."""
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
     make_tokenizer().save_pretrained(path)

@@ -40,7 +40,7 @@ IGNORED = -100
 
 
 class Examples(NamedTuple):
-    """The teacher's two answers to each of Q questions, padded to W tokens."""
+    """The teacher's answers to each of Q questions, padded to W tokens."""
 
     right: torch.Tensor
     """int64 [Q, W]: prompt, right answer, end."""
@@ -88,7 +88,8 @@ def sample_batch(
 
 
 def learning_rate_factor(step: int) -> float:
-    """Return the factor of the peak: linear up over `WARMUP_STEPS`, then linear down."""
+    """Return the share of the peak."""
+    # Linear up, then linear down.
     if step < WARMUP_STEPS:
         return (step + 1) / WARMUP_STEPS
     return 1 - (1 - FINAL_LR) * (step - WARMUP_STEPS) / max(1, STEPS - 1 - WARMUP_STEPS)
@@ -153,7 +154,7 @@ def answer_questions(
 def accuracy(
     model: Qwen3ForCausalLM, questions: Sequence[Sum], generator: torch.Generator | None = None
 ) -> float:
-    """Return the share of `questions` answered with the exact digits and the end token."""
+    """Return the share of questions with the exact digits and the end token."""
     answers = answer_questions(model, questions, generator)
     right = [
         tokens == [*encode(question.answer), EOS_ID]
@@ -180,10 +181,7 @@ def measure(model: Qwen3ForCausalLM, task: Task) -> dict[str, float]:
 def warm_start(
     output: Path, *, seed: int = 0, vocab_rows: int = len(VOCABULARY)
 ) -> dict[str, float]:
-    """Write the demo's model to the new folder `output`.
-
-    Returns:
-        Its accuracies by name, each from 0 to 1.
+    """Write the demo's model to the new folder `output`; return its accuracies, 0 to 1.
 
     Raises:
         FileExistsError: `output` exists.

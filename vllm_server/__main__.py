@@ -95,7 +95,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _serve(config: ServerConfig, argv: list[str]) -> int:
-    """Set the environment that vLLM's processes read, then import and run vLLM."""
     os.environ[ENV_INSTANCE_ID] = config.instance_id
     release = engine_release.installed()
     cpu = os.environ.get("VLLM_TARGET_DEVICE") == "cpu" or (release is not None and release.cpu)
@@ -176,7 +175,7 @@ def check_release(model: str, longest: int | None, *, adapters: bool) -> None:
         adapters: LoRA adapters may go on every layer.
 
     Raises:
-        ConfigError: it does not; the message has the way out.
+        ConfigError: it does not, with the way out.
     """
     file = Path(model).expanduser() / "config.json"
     release = engine_release.installed()
@@ -193,7 +192,7 @@ def check_release(model: str, longest: int | None, *, adapters: bool) -> None:
 
 
 def check_port(host: str, port: int, flag: str = "--port") -> None:
-    """Raise ConfigError if the port is in use; the message names the process that listens."""
+    """Raise ConfigError if the port is in use; the message names the listener."""
     try:
         with ports.bind(host, port, held=ports.is_held(port, os.environ)) as probe:
             probe.listen(1)
@@ -204,7 +203,6 @@ def check_port(host: str, port: int, flag: str = "--port") -> None:
 
 
 def _listener(port: int) -> str:
-    """Return `: used by ...` for the process that listens on `port`, or an empty string."""
     import psutil
 
     # Without the right to see another user's processes there is no name.

@@ -187,7 +187,6 @@ async def serve(config: ServerConfig, args: Namespace) -> int:
 
 
 def _why_not_fork(args: Namespace) -> str | None:
-    """Return the reason against forking the engine from this process."""
     cpu, backend = compat.is_cpu(), args.distributed_executor_backend
     # By default the engine of one GPU is one process; on a CPU it has a worker beside it.
     one_process = backend == "uni" or (backend is None and not cpu)
@@ -222,7 +221,6 @@ async def start_engine(args: Namespace, why_not: str | None, sock: Any) -> Async
 
 @contextlib.contextmanager
 def _taking_the_port(args: Namespace) -> Iterator[None]:
-    """Raise ConfigError if the block finds the port in use."""
     try:
         yield
     except OSError as error:
@@ -305,7 +303,7 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
 
 
 def measure_capacity(engine: Any, slots: int) -> EngineCapacity | None:
-    """Time the engine's steps from now on; None if vLLM does not tell enough about them."""
+    """Time the engine's steps from now on; None if vLLM reports too little."""
     # With guessed tokens a step's tokens do not tell its number of sequences.
     if engine.vllm_config.speculative_config is not None:
         return None
@@ -431,7 +429,7 @@ def clean_up(config: ServerConfig) -> None:
 
 
 def _remove_counters(manifest: Path) -> None:
-    """Remove files of torch and the CUDA driver for the memory in this manifest."""
+    # Files of torch and the CUDA driver for the memory in this manifest.
     # torch counts the openers of shared memory in such a file. A killed trainer never decrements
     # its count, so the file outlives the engine.
     with contextlib.suppress(ManifestError):

@@ -1,8 +1,6 @@
 """Auth middleware of the server, in front of every route.
 
-It checks the Host header, the key and the token, limits bodies, holds generation until the first
-weights, and counts requests for completions. A path that is not known to be harmless needs the
-token.
+A path that is not known to be harmless needs the token.
 """
 
 from __future__ import annotations
@@ -97,7 +95,7 @@ def path_kind(path: str) -> Kind:
 
 
 class GenerationHold:
-    """Gate for generation: open, held until the first weights, or refused with a reason."""
+    """Gate for generation: open, held until the first weights, or refused."""
 
     def __init__(self, *, held: bool) -> None:
         self.state = BridgeState(held=held)
@@ -111,7 +109,6 @@ class GenerationHold:
 
     @property
     def refusal(self) -> str | None:
-        """Reason for which generation and `/health` answer 503."""
         return self.state.fault
 
     def release(self) -> None:
@@ -140,7 +137,6 @@ class ServerLoad:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Count one request for completions until the end of its answer."""
         self._idle_s = self.idle_s
         self.requests += 1
         self.under_way += 1
@@ -160,11 +156,6 @@ class LoadMetrics:
         version: Callable[[], int | None],
         capacity: Callable[[], float | None],
     ) -> None:
-        """Args:
-        slots: sequences that the engine computes at a time.
-        version: returns the weight version, None before the first.
-        capacity: returns the engine's tokens a second, None while unknown.
-        """
         self._load, self._slots, self._version, self._capacity = load, slots, version, capacity
 
     def collect(self) -> Iterator[Metric]:
@@ -191,7 +182,7 @@ ENGINE_DIED = (
 
 @dataclass
 class Access:
-    """State of `AuthMiddleware`; the app carries it as `app.state.atropos_door`."""
+    """State of `AuthMiddleware`, as `app.state.atropos_door`."""
 
     token: str
     hosts: frozenset[str]
@@ -202,31 +193,30 @@ class Access:
     ending: bool = False
     """SIGTERM or SIGINT has arrived."""
     held_bytes: int = 0
-    """Bytes of the bodies that wait for the hold now."""
+    """Bytes of the bodies that wait for the hold."""
     room: Room = field(default_factory=lambda: Room(MAX_HELD))
     foreign_room: Room = field(default_factory=lambda: Room(MAX_FOREIGN))
-    """For bodies over connections that are not the run's own."""
+    """For bodies over connections of others."""
     signals: tuple[signal.Signals, ...] = ()
-    """Signals to watch; empty once `watch_signals` has installed its handlers."""
+    """Signals to watch; empty once they are watched."""
     load: ServerLoad = field(default_factory=ServerLoad)
     keys: frozenset[str] = frozenset()
     """Keys that admit requests of other users and machines."""
     public: bool = False
     """Other machines can reach this server."""
     open: bool = False
-    """Other users of this machine need no key."""
     for_everyone: bool = False
     """Nobody needs a key."""
 
     def needs_key(self, kind: Kind, path: str) -> bool:
-        """Return True if a connection of another user or machine needs a key for `path`."""
+        """Return True if a connection of others needs a key for `path`."""
         # Other machines may ask for health alone; users of this machine for all that costs little.
         if self.public:
             return path not in _HEALTH
         return (kind == "generation" or path in _COSTLY) and not self.open
 
     def gone(self) -> str | None:
-        """Reason why no engine answers any more; None while one does."""
+        """Return why no engine answers any more; None while one does."""
         if self.ending:
             return ENDING
         return ENGINE_DIED if self.engine_died() else None
@@ -357,15 +347,11 @@ class AuthMiddleware:
                 await error_response(GONE_STATUS, gone)(scope, receive, send)
 
 
+# `trusted`: the request carries the run's token. `own`: its connection is the run's own, or it
+# carries a key. The body is not read yet.
 def _refusal(
     door: Access, scope: Scope, headers: Headers, kind: Kind, *, trusted: bool, own: bool
 ) -> JSONResponse | None:
-    """Return the reason to refuse a request before its body is read; None to admit it.
-
-    Args:
-        trusted: the request carries the run's token.
-        own: its connection is the run's own, or it carries a key.
-    """
     path = route_path(scope)
     misnamed = host_refusal(headers.get("host"), door.hosts) or page_refusal(headers, door.hosts)
     if misnamed:
@@ -397,8 +383,8 @@ def _check_server(headers: Headers, door: Access) -> JSONResponse | None:
     return error_response(GONE_STATUS, ENDING) if door.ending else None
 
 
+# Until the client leaves; False if all held bodies together are too large.
 async def _collect(receive: Receive, into: list[Message], door: Access) -> bool:
-    """Gather messages until the client leaves; return False if all held bodies are too large."""
     while door.held_bytes <= MAX_HELD:
         message = await receive()
         into.append(message)
@@ -413,11 +399,10 @@ def _size(messages: list[Message]) -> int:
 
 
 def route_path(scope: Scope) -> str:
-    """Return the path as the routes see it: without the root path of a proxy."""
+    """Return the path without the root path of a proxy."""
     path, root = scope["path"], scope.get("root_path", "")
     return path[len(root) :] or "/" if root and path.startswith(root + "/") else path
 
 
 def error_response(status: int, reason: str) -> JSONResponse:
-    """Return the JSON form of every error of this server."""
     return JSONResponse({"error": reason}, status_code=status)

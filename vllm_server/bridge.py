@@ -54,7 +54,7 @@ NOT_THE_HOLDER = (
 
 
 class NotDone(ValueError):
-    """A refused or failed bridge action; the message has the reason and the way out."""
+    """A refused or failed bridge action, with the way out."""
 
     status = 400  # of the HTTP answer
 
@@ -66,7 +66,7 @@ class NotTheHolder(NotDone):
 
 
 async def answered(action: Coroutine[Any, Any, Any]) -> Any:
-    """Run a bridge action and return its answer, or an error answer."""
+    """Return an action's answer, or an error answer."""
     try:
         return await action
     except NotDone as error:
@@ -133,7 +133,7 @@ class WeightBridge:
         self.manifest: Manifest | None = None
         self.workers = 1
         self.receives: TransferBackend | None = None
-        """Backend of a trainer's broadcasts; None: no broadcasts."""
+        """Backend of a trainer's broadcasts, if it may send any."""
         self.not_in_place: str | None = None
         """Reason against writing broadcast weights over those in memory."""
         self.sleeping = False
@@ -186,7 +186,7 @@ class WeightBridge:
             return self.info()
 
     async def freeze(self, request: PauseRequest) -> None:
-        """Do the work of `pause`; the caller holds the lock."""
+        """Pause; the caller holds the lock."""
         lease = request.model_dump(include={"lease_s", "dirty", "holder"})
         try:
             self.state.pause(**lease, now=time.monotonic())
@@ -209,7 +209,6 @@ class WeightBridge:
         await self.freeze(PauseRequest(lease_s=lease_s, dirty=True, **flight))
 
     async def _stop_generating(self, request: PauseRequest) -> None:
-        """Return once the engine makes no more tokens."""
         waiting = None
         if request.in_flight == "wait":
             pausing = self.engine.pause_generation(mode="wait", clear_cache=True)
@@ -325,7 +324,6 @@ class WeightBridge:
             self._lease = None
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` in the background until it ends."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -384,8 +382,6 @@ def _add_changing(router: APIRouter, bridge: WeightBridge) -> None:
 
 
 def _add_sleeping(router: APIRouter, bridge: WeightBridge, *, sleep_mode: bool) -> None:
-    """Add the sleep routes, which refuse without `sleep_mode`."""
-
     @router.post("/bridge/sleep")
     async def sleep(request: SleepRequest | None = None) -> Any:
         if not sleep_mode:
@@ -407,11 +403,7 @@ def _add_sleeping(router: APIRouter, bridge: WeightBridge, *, sleep_mode: bool) 
 def make_router(
     bridge: WeightBridge, generator: Generator, app: FastAPI, *, sleep_mode: bool
 ) -> APIRouter:
-    """Return all `/bridge` routes and `/health_generate`.
-
-    Args:
-        sleep_mode: the engine was started with sleep support.
-    """
+    """Return all `/bridge` routes and `/health_generate`."""
     router = APIRouter()
     _add_changing(router, bridge)
     _add_sleeping(router, bridge, sleep_mode=sleep_mode)

@@ -1,7 +1,7 @@
-"""Most tokens a second that an engine can make, learned from its own steps while it works.
+"""Most tokens a second that an engine can make, learned from its own steps.
 
-A step of n sequences takes about `a + b * n` seconds. The curve is fitted to the engine's steps,
-and read at as many sequences as fit: `--max-num-seqs`, or fewer if the KV cache holds fewer.
+A step of n sequences takes about `a + b * n` seconds. The curve is fitted to the steps, and read at
+as many sequences as fit.
 """
 
 from __future__ import annotations
@@ -56,8 +56,6 @@ class _Bin:
 
 
 class StepCurve:
-    """Time of an engine's steps by their number of sequences."""
-
     def __init__(self, slots: int) -> None:
         self._slots = slots
         self._bins: dict[int, _Bin] = {}
@@ -97,7 +95,6 @@ class StepCurve:
 
 
 def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Return the seconds of a step and of each sequence in it."""
     # The least squares of relative errors, neither part below 0.
     weighed = [(1.0 / seconds**2, sequences, seconds) for sequences, seconds in points]
     total = sum(w for w, _, _ in weighed)
@@ -116,14 +113,14 @@ class Step:
     engine: int
     tokens: int
     running: int | None
-    """Sequences that go on after it; None if vLLM does not report it."""
+    """Sequences that go on after it; None if unknown."""
     waiting: int | None
     kv_use: float | None
     """Share of the KV cache in use, 0 to 1."""
 
 
 class EngineCapacity:
-    """Counts the tokens of a server's engines and times their steps."""
+    """Tokens and step times of a server's engines."""
 
     def __init__(self, slots: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -145,6 +142,6 @@ class EngineCapacity:
         self._ended[step.engine] = None if step.running == 0 and not step.waiting else now
 
     def ceiling(self) -> float | None:
-        """Tokens a second of all engines; None while that is not known."""
+        """Tokens a second of all engines; None while unknown."""
         one = self._curve.ceiling()
         return None if one is None else one * max(1, len(self._ended))

@@ -51,14 +51,11 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "EngineDeadError": ("vllm.v1.engine.exceptions",),
 }
 
-
 # Seconds that open connections get at shutdown, after requests in flight have ended.
 CONNECTIONS_CLOSE_S = 1
 
 
 class _StepLogger:
-    """A stat logger of vLLM's that hands every step on."""
-
     def __init__(self, hear: Callable[[Step], None]) -> None:
         self._hear = hear
 
@@ -86,7 +83,7 @@ class _StepLogger:
 
 
 def hear_steps(engine: Any, hear: Callable[[Step], None]) -> bool:
-    """Call `hear` with every step of the engine; return False if vLLM keeps no statistics."""
+    """Call `hear` with every step of the engine; return False without statistics."""
     loggers = getattr(getattr(engine, "logger_manager", None), "stat_loggers", None)
     if not isinstance(loggers, list):
         return False
@@ -95,7 +92,6 @@ def hear_steps(engine: Any, hear: Callable[[Step], None]) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    """Return a part of vLLM by its name in `_PLACES`."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__} has no attribute {name}")
     return _find(name)
@@ -137,7 +133,6 @@ def request_errors() -> tuple[type[Exception], ...]:
 
 
 def configure_vllm_logging(args: Namespace) -> None:
-    """Apply vLLM's logging flags, in releases that have them."""
     from vllm import logger
 
     configure = getattr(logger, "configure_logging_from_args", None)
@@ -213,10 +208,10 @@ async def serve_http(app: Any, sock: Any, args: Namespace, *, limited: bool) -> 
 def forked_engine_client(
     args: Namespace, why_not: Callable[[], str | None]
 ) -> contextlib.AbstractAsyncContextManager[Any]:
-    """Return vLLM's engine client with an engine that is forked from this process.
+    """Return vLLM's engine client with a forked engine.
 
     Args:
-        why_not: called once more just before the fork; a reason means `spawn` after all.
+        why_not: called once more just before the fork; a reason means `spawn`.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -237,10 +232,7 @@ def forked_engine_client(
 
 
 def executor_of_part(args: Namespace) -> Any:
-    """Return the executor of this machine's workers, for an API server on another machine.
-
-    It has loaded the model and joined all other workers.
-    """
+    """Return the executor of this machine's workers, which have joined all others."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -259,7 +251,7 @@ def load_adapter_request(name: str, path: str) -> Any:
 
 
 def adapters_in_flight(engine: Any) -> set[str]:
-    """Return the names of the LoRA adapters that unfinished requests use."""
+    """Return the names of adapters that unfinished requests use."""
     states = getattr(getattr(engine, "output_processor", None), "request_states", {})
     return {name for state in states.values() if (name := getattr(state, "lora_name", None))}
 
@@ -274,7 +266,6 @@ async def tokenizer_of(engine: Any) -> Any | None:
 
 
 def is_cpu() -> bool:
-    """Return True if this vLLM runs models on the CPU."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())

@@ -56,7 +56,7 @@ _MIN_TOKEN_LENGTH = 8
 
 
 class ConfigError(ValueError):
-    """A setting that the user has to change; the message names it and the way out."""
+    """A setting that the user has to change; the message names the way out."""
 
 
 @dataclass(frozen=True)
@@ -64,21 +64,18 @@ class ServerConfig:
     instance_id: str
     """Random, new at every start."""
     temporary: Path
-    """Folder for the files that vLLM leaves behind."""
     manifest_path: Path
-    """In the bridge directory, beside the version stamp and the token file."""
+    """Beside the version stamp and the token file."""
     token: str
     """Secret that control routes require."""
     token_generated: bool
     """Made by this server, which then writes `token_path`."""
     shared_weights: bool
-    """Export the weights for a trainer to map."""
     weight_updates: bool
     """Accept new weights while running."""
     hold_generation: bool
     """Answer only requests with the token until `/bridge/resume`."""
     shm_path: Path
-    """File with the weights of a CPU server."""
     run_dir: Path | None = None
     """Adapters are loaded only from below it."""
     allowed_hosts: frozenset[str] = field(default_factory=frozenset)
@@ -125,7 +122,7 @@ class ServerConfig:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> ServerConfig:
-        """Read and check the environment; create no file.
+        """Read and check the environment.
 
         Raises:
             ConfigError: an invalid value, with the way out.
@@ -188,7 +185,7 @@ def take_temporary_folder(config: ServerConfig, env: os._Environ[str]) -> None:
     """Create the server's temporary folder and use it for everything.
 
     Args:
-        env: changed in place, unless socket paths below the folder would be too long.
+        env: changed in place, unless socket paths would be too long.
 
     Raises:
         ConfigError: the folder cannot be created.
@@ -247,7 +244,6 @@ def prepare_environment(env: dict[str, str] | os._Environ[str], *, cpu: bool) ->
 
     Args:
         env: changed in place.
-        cpu: vLLM will run on the CPU.
 
     Returns:
         Lines to log.

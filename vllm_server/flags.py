@@ -23,18 +23,17 @@ QUIET_ROUTES = "/health,/health_generate,/metrics,/bridge/info,/bridge/versions"
 
 
 def machines(args: Namespace) -> int:
-    """Return the number of machines that the engine is spread over."""
     return int(getattr(args, "nnodes", 1))
 
 
 def ranks(args: Namespace) -> int:
-    """Return the number of worker processes that hold the model or a part of it."""
+    """Return the number of worker processes."""
     sizes = args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size
     return math.prod(map(int, sizes))
 
 
 class Parser(compat.FlexibleArgumentParser):  # type: ignore[misc, name-defined, valid-type]
-    """vLLM's argument parser, without the hundred lines of usage before an error."""
+    """vLLM's parser, without the hundred lines of usage before an error."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (`python -m vllm_server --help=all` lists all flags)")
@@ -110,7 +109,6 @@ def check_arguments(args: Namespace, config: ServerConfig) -> None:
 
 
 def _extend_worker(args: Namespace, why: str) -> None:
-    """Add our methods to vLLM's workers; `why` names the feature that needs them."""
     given = args.worker_extension_cls
     if given not in ("", WORKER_EXTENSION):
         raise ConfigError(f"--worker-extension-cls {given}: {why} needs its own; drop the flag")

@@ -42,7 +42,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class RequestError(ValueError):
-    """An invalid request; the message names the field."""
+    pass
 
 
 class BrokenWeights(RuntimeError):
@@ -53,7 +53,7 @@ class TokenPrompt(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     prompt_token_ids: list[TokenId] = Field(min_length=1)
     cache_salt: str | None = Field(None, max_length=64)
-    """Shares prefix cache entries only with requests of the same salt."""
+    """Shares the prefix cache only with requests of the same salt."""
 
 
 # A bare list of token ids and vLLM's `{"prompt": text}` are prompts too.
@@ -107,7 +107,7 @@ def parse_body(raw: bytes) -> GenerateRequest:
     """Parse and check the body.
 
     Raises:
-        RequestError: invalid JSON, or an invalid field, which the message names.
+        RequestError: names the invalid field.
     """
     try:
         return GenerateRequest.model_validate(json.loads(raw))
@@ -157,7 +157,7 @@ def sampling_options(body: GenerateRequest, index: int) -> dict[str, Any]:
 
 
 def finite_logprob(value: float) -> float:
-    """Return `value` in a form that JSON can hold.
+    """Return `value`, or the lowest logprob for minus infinity.
 
     Raises:
         BrokenWeights: `value` is NaN.

@@ -1,7 +1,6 @@
 """Logprobs and expert choices of recent completions, for a trainer that asks for them later.
 
-Most environments use vLLM's own routes, which answer without logprobs, or lose them on the way.
-Expert choices pass through neither environments nor run-api.
+Most environments use vLLM's own routes, which answer without logprobs.
 """
 
 from __future__ import annotations
@@ -78,7 +77,6 @@ class _Store:
         self._by_prompt: OrderedDict[str, list[_Completion]] = OrderedDict()
 
     def _keep(self, prompt: Sequence[int], token_ids: Sequence[int], known: Any, size: int) -> None:
-        """Keep one completion and its data of `size` bytes."""
         key, ids = prompt_digest(prompt), array("i", token_ids)
         new = _Completion(ids, known, size + ids.itemsize * len(ids) + OVERHEAD)
         self._by_prompt.setdefault(key, []).append(new)
@@ -136,10 +134,8 @@ class CompletionStore(_Store):
         self._keep(prompt, token_ids, (values, heat, oldest_version), values.itemsize * len(values))
 
     def look_up(self, prompt: str, token_ids: Sequence[int]) -> KnownLogprobs | None:
-        """Return the logprobs of `token_ids` after this prompt; None if no completion matches.
-
-        The answer is shorter than `token_ids` if a chat template appended tokens.
-        """
+        """Return the logprobs of `token_ids` after this prompt; fewer if a chat template appended
+        tokens."""
         if (found := self._latest(prompt, token_ids, MOST_SURPLUS)) is None:
             return None
         logprobs, temperature, version = found.known
@@ -163,10 +159,7 @@ class RoutingStore(_Store):
 
     def look_up(self, prompt: str, token_ids: Sequence[int], start: int) -> Experts | None:
         """Return the experts from token `start` of prompt and completion on, except the last
-        token's.
-
-        None if no completion of this prompt begins with `token_ids`.
-        """
+        token's."""
         if (found := self._latest(prompt, token_ids)) is None:
             return None
         experts: Experts = found.known
@@ -179,7 +172,6 @@ class RoutingStore(_Store):
 
 
 def compact(experts: NDArray[Any]) -> Experts:
-    """Copy expert numbers into the smallest integer type that holds them."""
     narrow = not experts.size or int(experts.max()) < 256
     return np.ascontiguousarray(experts, dtype=np.uint8 if narrow else np.dtype("<u2")).copy()
 
@@ -196,7 +188,7 @@ class RoutingKeeper:
     """Moves expert choices from engine outputs into the store.
 
     Args:
-        ask: returns the experts of given tokens except the last; None if outputs carry them.
+        ask: returns the experts of given tokens except the last.
     """
 
     def __init__(
@@ -262,17 +254,15 @@ def record(
     history: VersionHistory,
     routing: RoutingKeeper | None = None,
 ) -> Callable[..., AsyncIterator[Any]]:
-    """Wrap the engine's `generate`: request logprobs if the caller does not, and keep the results.
-
-    Streams of deltas and requests that are not plainly sampled pass unchanged; `routing` keeps the
-    experts of all of them.
-    """
+    """Wrap the engine's `generate`: request logprobs if the caller does not, and keep the
+    results."""
     from vllm.sampling_params import RequestOutputKind
 
     async def recording(
         prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
     ) -> AsyncIterator[Any]:
         # The oldest weights that can make this completion are those at the request's arrival.
+        # Streams of deltas and requests that are not plainly sampled get no logprobs.
         params, version = sampling_params, history.current
         deltas = getattr(params, "output_kind", None) == RequestOutputKind.DELTA
         wanted = getattr(params, "logprobs", 0) is None and not deltas and _is_plain(params)
@@ -310,7 +300,7 @@ class SlotRecorder:
     """Experts of every token by KV cache slot, in a worker on a CPU.
 
     Raises:
-        ValueError: this model's routers or its cache cannot be recorded.
+        ValueError: this model cannot be recorded.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -348,10 +338,7 @@ class SlotRecorder:
         self._slots[slots, layer_id] = topk_ids.numpy()
 
     def look_up(self, token_ids: Sequence[int]) -> Experts | None:
-        """Return the experts of these tokens except the last.
-
-        None unless they begin a running or recently finished request.
-        """
+        """Return the experts of a known request's tokens, except the last."""
         wanted, count = list(token_ids), len(token_ids)
         for name in self._runner.input_batch.req_id_to_index:
             request = self._runner.requests[name]

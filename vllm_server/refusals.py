@@ -76,7 +76,7 @@ def leaks(options: Mapping[str, Any]) -> list[str]:
 
 
 def instead(leaking: Iterable[str]) -> str:
-    """Return the advice for such options: `Send top_p=1`, `Leave out logit_bias`."""
+    """Return advice, such as `Send top_p=1`, `Leave out logit_bias`."""
     names = names_of(leaking)
     neutral = {name: value for name in names for value in _NEUTRAL[name] if type(value) is int}
     send = [f"{name}={value}" for name, value in neutral.items()]
@@ -95,7 +95,6 @@ def without(names: Iterable[str]) -> dict[str, Any]:
 
 
 def names_of(leaking: Iterable[str]) -> list[str]:
-    """Return the names in the result of `leaks`."""
     return [item.partition("=")[0] for item in leaking]
 
 
@@ -162,7 +161,6 @@ def _request(body: bytes) -> Message:
 
 
 def _with_header(send: Send, leaking: Iterable[str]) -> Send:
-    """Wrap `send`: add the names of removed options to the answer's header."""
     named = (SAMPLING_HEADER.lower().encode(), ", ".join(names_of(leaking)).encode())
 
     async def add(message: Message) -> None:
@@ -213,7 +211,7 @@ _OTHERS = (0, "", "")
 
 @dataclass
 class _Reason:
-    """Count and log state of one reason; times in seconds of the event loop's clock."""
+    """Count and log state of one reason; times of the event loop's clock."""
 
     path: str
     status: int
@@ -259,7 +257,6 @@ class RefusalLog:
             self._say(reason)
 
     def _reason(self, path: str, status: int, text: str, now: float) -> _Reason:
-        """Return the entry of this refusal's reason; create it if it is new."""
         key = (status, path, _VALUES.sub("", text))
         if key not in self._reasons and len(self._reasons) >= REASONS:
             self._forget(now)
@@ -280,7 +277,6 @@ class RefusalLog:
                 del self._reasons[key]
 
     def _say(self, reason: _Reason) -> None:
-        """Log the reason, unless its count is logged already."""
         if reason.timer is not None:
             reason.timer.cancel()
             reason.timer = None
@@ -310,7 +306,7 @@ def note_adjusted(scope: Scope, leaking: Iterable[str]) -> None:
 
 
 class Refusals:
-    """Outermost ASGI middleware: counts the refusals of generating routes, from any layer."""
+    """Outermost ASGI middleware: counts refusals from any layer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -359,7 +355,7 @@ def _is_of_the_run(scope: Scope) -> bool:
 
 
 def reason_of(body: bytes) -> str:
-    """Return the reason in an error answer of ours, vLLM or FastAPI, else the body itself."""
+    """Return the reason in an error answer, else the body itself."""
     text = body.decode(errors="replace")
     try:
         found: Any = json.loads(text)

@@ -27,7 +27,7 @@ MAX_LEASE_S = 24 * 3600.0
 
 
 class SpanStore:
-    """Bounded map from completion digest to span; drops the least recently used entry."""
+    """Bounded map from completion digest to span."""
 
     def __init__(self, path: Path | None = None, *, capacity: int = 200_000) -> None:
         # A restarted server knows its predecessor's completions from this file, one line each with
@@ -84,7 +84,6 @@ class SpanStore:
         self._warned = True
 
     def _compact(self, path: Path) -> None:
-        """Rewrite the file with the kept entries and append from there."""
         self._lines = len(self._spans)
         lines = [_span_line(digest, span) for digest, span in self._spans.items()]
         try:
@@ -117,7 +116,7 @@ def _read_spans(path: Path) -> list[tuple[str, Span]]:
 
 
 class VersionHistory:
-    """The weight version at each moment; 0, the base model, before the first change."""
+    """The weight version at each moment; 0 before the first change."""
 
     def __init__(self, keep: int = 4096) -> None:
         self._keep = keep
@@ -137,15 +136,15 @@ class VersionHistory:
         return self._versions[-1]
 
     def span(self, first: float, last: float) -> Span:
-        """Return the oldest and newest version from `first` to `last`, both included."""
+        """Return the oldest and newest version from `first` to `last`, included."""
         low = max(bisect_right(self._since, first) - 1, 0)
         high = max(bisect_right(self._since, last), low + 1)
         inside = self._versions[low:high]
         return min(inside), max(inside)
 
 
+# Of a lease: resume, or stay paused and become unhealthy.
 Expiry = Literal["resume", "fault"]
-"""Effect of an expired lease: resume, or stay paused and become unhealthy."""
 
 
 @dataclass
@@ -179,7 +178,7 @@ class BridgeState:
         self.fault = None
 
     def resume(self, weight_version: int) -> None:
-        """Declare the weights of `weight_version` complete: end pause, hold and fault."""
+        """Declare the weights complete: end pause, hold and fault."""
         self.weight_version = weight_version
         self.held = False
         self._release()

@@ -1,8 +1,4 @@
-"""Base class of our own environments, and the program around them.
-
-A module of an environment ends with `run(ItsClass)`; its commands serve, process and evaluate are
-atroposlib's.
-"""
+"""Base class of our own environments, and the program around them."""
 
 from __future__ import annotations
 
@@ -50,9 +46,9 @@ class StackEnv(Hosted):
     server_cls = EngineClient
     name = "env"
     evaluates_first: ClassVar[bool] = True
-    """Start no rollout before the first evaluation, so that it measures the untrained weights."""
+    """Start no rollout before the first evaluation, which measures the untrained weights."""
     evaluates_last: ClassVar[bool] = True
-    """Evaluate once more on SIGTERM; for evaluations of a few seconds."""
+    """Evaluate once more on SIGTERM, within a few seconds."""
     env_defaults: ClassVar[dict[str, Any]] = {}
     """Overrides of `env_config_cls`."""
     server_defaults: ClassVar[dict[str, Any]] = {}
@@ -62,7 +58,6 @@ class StackEnv(Hosted):
 
     @classmethod
     def config_init(cls) -> tuple[Any, list[Any]]:
-        """Return the configuration and a list of one server."""
         fields: dict[str, Any] = {
             "wandb_name": cls.name,
             "use_wandb": False,
@@ -134,7 +129,7 @@ class StackEnv(Hosted):
     def scored_group(
         self, nodes: Sequence[Any], scores: list[float], sampling: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the group in run-api's form, from ManagedServer's sequences."""
+        """Return the group in run-api's form."""
         return {
             "tokens": [node.tokens for node in nodes],
             "masks": [node.masked_tokens for node in nodes],
@@ -171,7 +166,6 @@ class StackEnv(Hosted):
         return await self.rollout(item), []
 
     async def env_step_checks(self) -> None:
-        """Evaluate at BaseEnv's intervals, and after the trainer's last batch."""
         before, now = self.curr_step, self.status_dict["current_step"]
         await super().env_step_checks()
         if now != before:
@@ -189,8 +183,8 @@ class StackEnv(Hosted):
         if not (self._evaluates and self.evaluates_first):
             self._may_roll.set()
 
+    # Earlier attempts of this run have rolled these items out.
     def _skip_done(self) -> None:
-        """Skip the items that earlier attempts of this run rolled out."""
         self._taken = 0
         with suppress(OSError, ValueError):
             self._taken = int(read_regular(self._position_file)) if self._position_file else 0
@@ -289,7 +283,7 @@ def configure_logging() -> None:
 
 
 def one_off_defaults(arguments: Sequence[str]) -> list[str]:
-    """Add defaults to the commands process and evaluate: no wandb, and ten groups for process."""
+    """Add defaults to the commands process and evaluate."""
     added = list(arguments)
     command = arguments[0] if arguments else ""
     given = {argument.split("=")[0] for argument in arguments}
@@ -315,7 +309,7 @@ def exit_code_of(work: Callable[[], None], *, causes: bool = False) -> int:
     """Call `work` and return its exit status; log a fault as one message.
 
     Args:
-        causes: also log the traceback of the fault's cause, for code of other authors.
+        causes: also log the traceback of a fault's cause.
     """
     try:
         work()
@@ -332,7 +326,7 @@ def exit_code_of(work: Callable[[], None], *, causes: bool = False) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit without the shutdown of torch, which takes seconds on a busy machine."""
+    """Exit without the shutdown of torch, which takes seconds."""
     if wandb.run is not None:
         wandb.finish()
     logging.shutdown()

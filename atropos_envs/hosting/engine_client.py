@@ -1,8 +1,4 @@
-"""Client of the inference servers: kept connections, retries while a server is away, weight
-versions.
-
-It keeps the interface of atroposlib's `VLLMServer`, so `ManagedServer` works on it unchanged.
-"""
+"""Client of the inference servers, with the interface of atroposlib's `VLLMServer`."""
 
 from __future__ import annotations
 
@@ -47,8 +43,7 @@ _FATAL |= dict.fromkeys((404, 405), "has no such route")
 
 
 class EngineUnavailable(RuntimeError):
-    """The server is down, starting, or held until its first weights, and the caller waits no
-    longer."""
+    """No server answers, or it is held, and the caller waits no longer."""
 
 
 class EngineRefused(ValueError):
@@ -57,7 +52,7 @@ class EngineRefused(ValueError):
     def __init__(self, message: str, *, fatal: bool) -> None:
         super().__init__(message)
         self.fatal = fatal
-        """The server refuses every request: wrong server or key."""
+        """Wrong server or key: it refuses every request."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,7 @@ class Generation:
     logprobs: list[list[float]]
     finish_reasons: list[str]
     weight_versions: list[tuple[int, int] | None]
-    """Oldest and newest of each completion; None if the server reports none."""
+    """Oldest and newest of each completion; None if unknown."""
 
     @property
     def oldest_version(self) -> int | None:
@@ -107,7 +102,7 @@ def parse_generation(prompt_ids: Sequence[int], answer: dict[str, Any]) -> Gener
 
 
 def addresses(base_url: str) -> list[str]:
-    """Return the addresses of the plan's servers behind `base_url`, itself included."""
+    """Return the plan's servers behind `base_url`, itself included."""
     known = os.environ.get(ENV_ENGINE_URLS, "").split()
     return known if base_url.rstrip("/") in known else [base_url.rstrip("/")]
 
@@ -123,7 +118,7 @@ class Server:
         """Requests since the start."""
         self.tried_at = 0.0
         self.lost_at: float | None = None
-        """Start of its absence in monotonic seconds; None while it answers."""
+        """Start of its absence in monotonic seconds."""
 
     @contextmanager
     def busy(self, completions: int) -> Iterator[None]:
@@ -146,13 +141,10 @@ def begin_group() -> None:
 
 
 class EngineClient(VLLMServer):  # type: ignore[misc]
-    """Client of one inference server, or of several alike.
-
-    `server_healthy` is True while any answers.
-    """
+    """Client of one inference server, or of several alike."""
 
     patience_s: float = math.inf
-    """Seconds that a request waits for a server that is away."""
+    """Seconds that a request waits for an absent server."""
 
     def __init__(self, config: Any, reasoning_config: Any = None) -> None:
         urls = addresses(str(config.base_url))
@@ -166,7 +158,7 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         # Tokens of prompt and completion together; fetched with the first request.
         self._context: int | None = None
         self.adjusted: Counter[str] = Counter()
-        """Requests from which the server removed a sampling option, by option."""
+        """Requests without a removed sampling option, by option."""
         self._warned_context = False
         # One connection pool for all servers; the hook reads our headers, which the openai client
         # drops.
@@ -186,10 +178,7 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
     # atroposlib's `ServerManager` chooses at a group's start, when all servers look free, so groups
     # that start together all go to one. A group stays with its server for the prefix cache.
     def _choose(self) -> Server:
-        """Return the group's server, else the one with the fewest completions in flight.
-
-        If all are absent, return the one whose last try is the oldest.
-        """
+        """Return the group's server, else the least busy one, else the one tried longest ago."""
         now, group = time.monotonic(), _chosen.get()
         present = [
             server
@@ -221,7 +210,7 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
 
     @property
     def _away(self) -> str:
-        """Names of the servers if none answers, else an empty string."""
+        """Names of the servers if none answers."""
         if any(server.lost_at is None for server in self._servers):
             return ""
         return " and ".join(server.root for server in self._servers)
@@ -303,7 +292,6 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
 
     @asynccontextmanager
     async def _limited(self, split: str) -> AsyncIterator[None]:
-        """Limit the requests in flight of one split, and record the seconds of each."""
         started = time.time()
         # Evaluations have their own limit, so that they do not wait behind all rollouts.
         async with self.sem if split == "train" else self.eval_sem:
@@ -380,7 +368,6 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
             return 0
 
     async def close(self) -> None:
-        """Close the connections; a later request opens new ones."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -421,12 +408,8 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
             )
         return EngineRefused(f"{server.root}/generate: {response.status}: {text}", fatal=False)
 
+    # Returns when another try makes sense; raises EngineUnavailable if none does.
     async def _lost(self, server: Server, error: BaseException, *, may_wait: bool) -> None:
-        """Mark the server as absent, and return when another try makes sense.
-
-        Raises:
-            EngineUnavailable: none answers, and `may_wait` is False.
-        """
         if server.lost_at is None:
             server.lost_at = time.monotonic()
             others = "" if len(self._servers) == 1 or self._away else "; the others go on"
@@ -455,7 +438,7 @@ def _name(error: BaseException) -> str:
 
 # An environment's own clients do not wait for an engine, so its groups are held back.
 class EngineGate:
-    """Gate that is open while an engine answers `/health`; always open without engines."""
+    """Open while an engine answers `/health`, and always without engines."""
 
     def __init__(self, urls: Sequence[str], http: Callable[[], aiohttp.ClientSession]) -> None:
         self._roots = [url.rstrip("/").removesuffix("/v1") for url in urls]
@@ -470,7 +453,7 @@ class EngineGate:
         return not self._closed.is_set()
 
     async def watch(self) -> None:
-        """Open the gate when an engine answers again; run until cancelled."""
+        """Open the gate when an engine answers again."""
         while True:
             await self._closed.wait()
             began = time.monotonic()
@@ -482,7 +465,7 @@ class EngineGate:
             self._closed.clear()
 
     async def explains(self, error: BaseException) -> bool:
-        """Return True if a rollout failed because no engine answers, and close the gate then."""
+        """Return True, and close the gate, if a rollout failed because no engine answers."""
         away = bool(self._roots) and any(isinstance(cause, AWAY) for cause in _causes(error))
         # One request decides: a judge or a search tool that is away raises the same errors.
         if away := away and not await self._answers():

@@ -58,18 +58,13 @@ class EvalLog:
     """Writer of the stream; after a restart `seq` continues behind the last whole line."""
 
     def __init__(self, path: Path | None, env: str) -> None:
-        """Open `path`, without its torn last line; with None, write nothing."""
         self._path = path
         self._env = env
         self._run_id = os.environ.get(ENV_RUN_ID, "")
         self._next = next_seq(path) if path is not None else 0
 
     def append(self, split: str, graded: list[Graded], policy_step: int | None) -> EvalRecord:
-        """Write the accuracy over `graded` and return the record.
-
-        Raises:
-            ValueError: `graded` is empty.
-        """
+        """Write the accuracy over `graded`, which must not be empty."""
         if not graded:
             raise ValueError(f"no question of {split} was graded")
         # The engine may publish during an evaluation, so the oldest version is the honest one. With
@@ -88,7 +83,7 @@ class EvalLog:
         return self._write(record)
 
     def measured(self, metrics: Mapping[str, Any], policy_step: int | None) -> None:
-        """Write the numbers of `metrics`; shares of right answers in `eval/` are accuracies too."""
+        """Write the numbers of `metrics`, and accuracies of those in `eval/`."""
         # Environments also log tables and strings for wandb.
         kinds = int, float, np.number
         numbers = {
@@ -145,7 +140,7 @@ class Tally:
         self.sent = 0
         """Groups that run-api accepted."""
         self.left_out: Counter[str] = Counter()
-        """Groups that did not reach run-api, by reason (`group_reasons.py`)."""
+        """Groups that did not reach run-api, by reason."""
         self.examples: dict[str, str] = {}
         """Newest detail of each reason."""
         self.failures: Counter[str] = Counter()
@@ -156,13 +151,13 @@ class Tally:
         """A reason is new: write the counts at once."""
         self._scores: list[float] = []
         self._barren_since = 0
-        """Value of `_in_vain` when run-api last accepted a group."""
+        """`_in_vain` when run-api last accepted a group."""
         # Pairs of reason and kind that were logged already.
         self._kinds: set[tuple[str, str]] = set()
         self._reported = self._totals
 
     def failed(self, error: BaseException) -> None:
-        """Count a failed rollout; log the first of a kind with its traceback."""
+        """Count a failed rollout; log the first of a kind."""
         self._raised("a rollout failed", error, self.failures)
 
     def evaluated(self, error: BaseException | None) -> None:
@@ -173,7 +168,7 @@ class Tally:
             self._raised("an evaluation failed", error, self.evaluation_failures)
 
     def group(self, group: Any, config: Any, max_token_len: int) -> str | None:
-        """Count a converted group; return the reason for which it is not sent."""
+        """Count a converted group; return why it is not sent."""
         reason = why_left_out(group, config, max_token_len)
         if reason is None:
             # For the mean of the next progress line.
@@ -206,7 +201,6 @@ class Tally:
 
     @property
     def barren(self) -> bool:
-        """None of the newest `MANY_IN_VAIN` groups could be sent."""
         return self._in_vain - self._barren_since >= MANY_IN_VAIN
 
     @property
@@ -215,7 +209,6 @@ class Tally:
         return self.left_out.total() - self.left_out[SURPLUS] + self.failures.total()
 
     def news(self) -> bool:
-        """Return True if the counts have changed since the last `line`."""
         return self._reported != self._totals
 
     def line(self) -> str:

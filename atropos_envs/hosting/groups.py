@@ -14,7 +14,7 @@ from atropos_common.protocol.group_reasons import FLAT, GROUP_SIZE, NONE, NOT_FI
 
 Group = dict[str, Any]
 Read = Callable[[Any, str], Any]
-"""Reader of a value; the second argument is its place, for error messages."""
+"""Reader of a value at a place, which error messages name."""
 
 
 # run-api refuses a group without these fields.
@@ -26,7 +26,7 @@ class Unsendable(ValueError):
 
 
 def convert(group: Group) -> None:
-    """Replace the numbers of `group` by plain ones, in place.
+    """Replace the numbers of `group` by plain ones.
 
     Raises:
         Unsendable: a value is not a number, or a field is missing.
@@ -58,7 +58,7 @@ def encoded(group: Group) -> bytes:
 
 
 def why_left_out(group: Any, config: Any, max_token_len: int) -> str | None:
-    """Return the reason for which a converted group is not sent, None if it is."""
+    """Return why a converted group is not sent, None if it is."""
     # BaseEnv's rules, and finite scores.
     if not isinstance(group, dict):
         return NONE

@@ -1,8 +1,4 @@
-"""Behaviour of every environment in the stack, atroposlib's own `BaseEnv` unchanged.
-
-It waits while the inference server or run-api is away, gives its registration back, and treats
-SIGTERM as a request to end. It counts groups and failures by reason, and records evaluations.
-"""
+"""Behaviour of every environment in the stack, atroposlib's own `BaseEnv` unchanged."""
 
 from __future__ import annotations
 
@@ -90,7 +86,7 @@ def with_run_key(config: Any, server_configs: Any, key: str) -> tuple[Any, Any]:
 
 
 def load_tool_parser(name: str) -> None:
-    """Import vLLM's tool parser `name` for atroposlib's ManagedServer; slow.
+    """Import vLLM's tool parser `name` for atroposlib's ManagedServer.
 
     Raises:
         EnvFault: the import fails.
@@ -122,8 +118,7 @@ def _why_no_parsers() -> str:
 
 
 class Hosted(BaseEnv):  # type: ignore[misc]
-    """Base of hosted environments; the environment's own class follows in the method resolution
-    order."""
+    """Base in front of the environment's own class, in the method resolution order."""
 
     def __init__(
         self, config: Any, server_configs: Any, slurm: bool = False, testing: bool = False
@@ -248,7 +243,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
     async def handle_send_to_api(
         self, scored_data: Any, item: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        """Count groups that are left out, and pass the others to BaseEnv with plain numbers."""
+        """Count groups that are left out, and pass the others on."""
         several = isinstance(scored_data, list)
         groups = scored_data if several else [scored_data]
         made = [(group, self._judge(group)) for group in groups]
@@ -259,7 +254,6 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             await super().handle_send_to_api(sendable, item, *args, **kwargs)
 
     def _judge(self, group: Any) -> str | None:
-        """Convert a group in place and count it; return the reason for which it is not sent."""
         try:
             if isinstance(group, dict):
                 # The trainer counts by the environment's name and applies its lag bound.
@@ -294,7 +288,6 @@ class Hosted(BaseEnv):  # type: ignore[misc]
                 pending.made = False
 
     async def _send(self, group: dict[str, Any]) -> bool:
-        """Return True if run-api accepted `group`; count it otherwise."""
         try:
             refused = await self._registration.send(encoded(group))
         except Unsendable as error:
@@ -331,7 +324,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         return made
 
     async def _gets_slot(self, reasons: list[str | None], item: Any) -> bool:
-        """Wait for a queue slot; return False for a spare group that is not needed."""
+        """Return True with a queue slot, False for a spare group that is not needed."""
         pending = _pending.get()
         if self.queue_slots is None or pending is None:
             return True
@@ -346,7 +339,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         return False
 
     def _drop(self, late: list[PendingGroup]) -> None:
-        """Cancel the rollouts of groups that are too late; their items come again."""
+        """Cancel the rollouts of late groups; their items come again."""
         for pending in late:
             if running := self.running_items.pop(pending.uuid, None):
                 running["worker"].cancel()
@@ -354,7 +347,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
                 self.backlog.append(pending.item)
 
     async def add_train_workers(self) -> None:
-        """Start groups as BaseEnv does, spare groups too; none while no engine answers."""
+        """Start groups as BaseEnv does, spare groups too."""
         if not self._gate.open:
             return
         if self.queue_slots is None:
@@ -472,7 +465,6 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         return None if getattr(own, "__isabstractmethod__", False) else await own(*args, **kwargs)
 
     def _evaluate_soon(self) -> None:
-        """Start an evaluation beside the rollouts, unless one is running."""
         if self.eval_runner is None or self.eval_runner.done():
             self.eval_runner = asyncio.create_task(self.evaluate())
 

@@ -1,7 +1,6 @@
 """Queue slots in run-api: which groups may be sent, and how many spare groups to start.
 
-A flat group is not sent, so more groups are started than there are slots, by the measured share of
-flat groups. Slots go to groups in the order of their start.
+A flat group is not sent, so more groups are started than there are slots.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ WINDOW = 64
 
 
 class PendingGroup:
-    """One group from its start until it is sent, flat, failed or dropped."""
+    """One group from its start to its end."""
 
     def __init__(self, item: Any, uuid: str, step: int) -> None:
         self.item, self.uuid = item, uuid
         self.step = step
-        """Batches that the trainer had begun at the group's start."""
+        """Batches begun at the group's start."""
         self.has_slot = False
         self.made = False
         """Its rollouts are finished."""
@@ -60,7 +59,7 @@ class QueueSlots:
             queued: groups in the queue.
             came: our groups that reached run-api while it answered; `queued` may include them.
             coming: our groups on their way; `queued` may include them.
-            places: slots of this environment, for `ahead` batches.
+            places: our slots, for `ahead` batches.
             step: batches that the trainer has begun.
 
         Returns:
@@ -89,7 +88,7 @@ class QueueSlots:
         self._flat.append(flat)
 
     def end(self, group: PendingGroup | None) -> list[PendingGroup]:
-        """Remove a group that is sent, flat, failed or dropped; return as `update`."""
+        """Remove a group that is over; return as `update`."""
         self._groups = [each for each in self._groups if each is not group]
         return self._assign()
 
@@ -130,7 +129,6 @@ class QueueSlots:
     # filled, the spare groups are dropped. The next slot is one batch later, and they would exceed
     # `max_batches_offpolicy`.
     def _assign(self) -> list[PendingGroup]:
-        """Give open slots to the earliest groups; return those that are too late for any."""
         # Groups with a slot that run-api does not have yet; they use up open slots.
         owners = sum(group.has_slot for group in self._groups)
         for group in [each for each in self._groups if not each.has_slot]:
@@ -168,7 +166,7 @@ def enough(useful: int, flat_share: float) -> int:
 
 @dataclass
 class WorkerMeter:
-    """Mean numbers of groups and queue slots, which show what limits an environment."""
+    """Mean numbers of groups and queue slots."""
 
     samples: int = 0
     sums: dict[str, float] = field(default_factory=dict)
@@ -181,13 +179,12 @@ class WorkerMeter:
         awaited: bool | None,
         in_engine: int | None,
     ) -> None:
-        """Add a sample.
+        """Add a sample; None for values that are unknown.
 
         Args:
             workers: groups in flight.
-            slots: None if BaseEnv manages them.
-            awaited: a batch waits for this environment's share; None if it is the only one.
-            in_engine: completions that it waits for; None if its servers do not count them.
+            awaited: a batch waits for this environment's share.
+            in_engine: completions that it waits for.
         """
         self.samples += 1
         # Keys are field names of `EnvCountsRecord`. An unknown value adds no key, so the record has

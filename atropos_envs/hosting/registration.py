@@ -1,8 +1,4 @@
-"""Registration of an environment at run-api, and the requests that need it.
-
-run-api never notices that an environment died, and reserves a share of every batch for it. So the
-id is kept in the run directory, and the next process disconnects it.
-"""
+"""Registration of an environment at run-api, and the requests that need it."""
 
 from __future__ import annotations
 
@@ -41,7 +37,7 @@ class Refusal:
 
 
 def refusal(status: int, text: str) -> Refusal:
-    """Read a refusal: FastAPI's list of wrong fields, our `error`, or any text."""
+    """Read a refusal of FastAPI, of our auth middleware, or of any other form."""
     # Any other form of answer falls through to its plain text.
     with suppress(ValueError, LookupError, TypeError):
         answer = json.loads(text)
@@ -91,7 +87,7 @@ class Registration:
         return f"run-api at {self._url} is gone ({why}); restart it, then this environment"
 
     async def send(self, body: bytes) -> Refusal | None:
-        """Send a group (JSON) to `/scored_data`; return the refusal, None if run-api accepted it.
+        """Send a group (JSON); return the refusal, None if run-api accepted it.
 
         Raises:
             aiohttp.ClientError, TimeoutError: no answer in `TRIES` tries.
@@ -149,8 +145,7 @@ class Registration:
         return None
 
     async def places(self, ahead: int, barren: bool) -> QueueShare | None:
-        """Return the queue slots for `ahead` batches; None for the only environment, or without
-        `/share`.
+        """Return the queue slots for `ahead` batches; None for the only environment.
 
         Args:
             barren: none of our groups can be sent.
@@ -190,8 +185,9 @@ class Registration:
             self._session = aiohttp.ClientSession(connector=connector)
         return self._session
 
+    # run-api never notices that an environment died, and reserves a share of every batch for it. So
+    # the ids are kept in the run directory, and the next process disconnects them.
     async def _free_earlier_ids(self, real_name: str, desired_name: str) -> None:
-        """Disconnect the ids in the file if this run-api issued them; then write the new id."""
         earlier = _read_ids(self._id_file)
         # `real_name` is the name with run-api's number, such as `gsm8k_1`. Number 0 means that
         # run-api has restarted, so the ids in the file now belong to other environments.

@@ -129,8 +129,8 @@ def _package_depth(path: Path) -> int:
     return depth
 
 
+# The file's dotted name, after its last `depth` folders have become packages.
 def _as_module(folder: Path, depth: int, stem: str) -> str:
-    """Make the last `depth` folders packages; return the file's dotted name."""
     sys.path.insert(0, str(folder.parents[depth - 1]))
     names = folder.parts[-depth:]
     for level in range(1, depth + 1):
@@ -210,9 +210,8 @@ class Foreign(Hosted):
         super().__init__(config, copies, slurm=slurm, testing=testing)
 
     async def get_server_info(self) -> None:
-        """Register; unless the user chose a number, allow as many groups in flight as the plan has
-        sequences for."""
         await super().get_server_info()
+        # Unless the user chose a number, as many groups in flight as the plan has sequences for.
         chosen = (self.config.max_num_workers, self.config.max_num_workers_per_node)
         groups = int(os.environ.get(ENV_SEQUENCES, "0")) // self.config.group_size
         if chosen == NO_CHOICE and groups > LEAST_WORKERS:
@@ -276,7 +275,7 @@ def hosted(env_class: type[BaseEnv]) -> type[BaseEnv]:
 
 
 def accept_older_names() -> None:
-    """Accept names and answers of older libraries, which atroposlib and its environments expect."""
+    """Accept names and answers of older libraries, which environments expect."""
     base.OpenaiConfig = APIServerConfig  # atroposlib before 0.2
     if not any(isinstance(finder, _Moved) for finder in sys.meta_path):
         sys.meta_path.append(_Moved())  # at the end: only modules that are really missing come here

@@ -16,7 +16,7 @@ import pytest
 from atroposlib.envs import base as atropos_base
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 
-from atropos_api.shares import LEND_S, SILENT_S, Shares
+from atropos_api.batches import LEND_S, SILENT_S, Shares
 from atropos_common.net.http import AFTER_HEADER, BATCH_HEADER
 from atropos_envs.hosting.runner import hosted
 from atropos_envs.tiny_model import make_tokenizer

@@ -29,8 +29,6 @@ class BrokenTransfer(NotDone):
 
 
 class Transfers:
-    """Receives weights from the trainer's group into the engine's workers."""
-
     def __init__(self, bridge: WeightBridge) -> None:
         self.bridge = bridge
 
@@ -38,8 +36,7 @@ class Transfers:
         """Let every worker join; the answering weights stay.
 
         Raises:
-            BrokenTransfer: no group, an address that is not allowed, or a model that takes no
-            weights in place.
+            BrokenTransfer: no group, or this server takes no weights from it.
         """
         async with self.bridge.lock:
             self._require_awake()
@@ -51,8 +48,7 @@ class Transfers:
         """Receive the weights and answer as `weight_version`.
 
         Raises:
-            BrokenTransfer: the weights are incomplete; the server is now unhealthy and refuses
-            requests.
+            BrokenTransfer: the weights are incomplete; the server is unhealthy.
         """
         phases: dict[str, float] = {}
         async with self.bridge.lock:
@@ -101,8 +97,6 @@ class Transfers:
         await engine.finish_weight_update()
 
     async def _workers(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
-        """Run `work` and raise a rank's failure."""
-
         async def work_of_all() -> list[str | None]:
             await work
             engine = self.bridge.engine
@@ -150,7 +144,7 @@ async def _update(engine: Any, info: dict[str, Any]) -> None:
     await engine.update_weights(WeightTransferUpdateRequest(update_info=info))
 
 
+# Without the engine's wrapping.
 def _message(error: Exception) -> str:
-    """Return the worker's error message, without the engine's wrapping."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text.removeprefix("Call to collective_rpc method failed: ")[:600]

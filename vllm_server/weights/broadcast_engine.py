@@ -51,7 +51,6 @@ def _noted(call: Callable[[BroadcastEngine, Any], None]) -> Callable[[BroadcastE
 
 @cache
 def register_engine() -> None:
-    """Register the engine with vLLM in this process."""
     WeightTransferEngineFactory.register_engine(BACKEND, __name__, "BroadcastEngine")
 
 
@@ -63,7 +62,7 @@ class TransferRefused(ValueError):
 
 
 class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
-    """Receives all parameters from the trainer's ranks into the model in place."""
+    """Receives all parameters in place."""
 
     init_info_cls = TransferInit
     update_info_cls = TransferUpdate
@@ -78,10 +77,7 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
 
     @_noted
     def init_transfer_engine(self, init_info: TransferInit) -> None:
-        """Join the trainer's group and allocate receive buffers.
-
-        Failures that are kept: another device, no group.
-        """
+        """Join the trainer's group and allocate receive buffers."""
         self.shutdown()
         if (init_info.backend == "nccl") != (self.device.type == "cuda"):
             here = f"the weights here are on {self.device.type}"
@@ -110,10 +106,7 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
     @_noted
     @torch.no_grad()
     def receive_weights(self, update_info: TransferUpdate) -> None:
-        """Fill the model's parameters from the current broadcast.
-
-        Failures that are kept: a broken transfer, no group, tensors that do not fill the model.
-        """
+        """Fill the model's parameters from the current broadcast."""
         if self._link is None:
             fault = "this server is in no group: /bridge/transfer/init comes first"
             raise collectives.LinkError(fault)
@@ -142,12 +135,8 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         flags = "--weight-bridge-mode shared_vllm --use-shared-memory"
         raise NotImplementedError(f"the trainer sends by itself: {flags}")
 
+    # Returns None if copies alone do not reproduce the load.
     def _load(self, link: collectives.Link) -> list[Copies] | None:
-        """Receive through the model's own loader.
-
-        Returns:
-            Its copies; None if copies alone do not reproduce the load.
-        """
         recorder = CopyRecorder(self.model)
         copies: list[Copies] = []
         for index, chunk in enumerate(self._chunks):

@@ -31,7 +31,7 @@ class Link:
         raise NotImplementedError
 
     def emptied(self, slot: int) -> None:
-        """Mark the slot's content as used by the work queued on the device up to now."""
+        """Mark the slot as used by the work queued on the device up to now."""
 
     def finish(self) -> None:
         """Wait until everything received is in place.
@@ -91,7 +91,7 @@ class GlooLink(Link):
 
 
 class NcclLink(Link):
-    """Broadcasts run on their own stream while the current stream empties the previous buffer."""
+    """Broadcasts on a stream of their own."""
 
     def __init__(
         self, lifeline: Lifeline, rank: int, init: TransferInit, device: torch.device

@@ -30,7 +30,7 @@ _CONSTANT = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 
 class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
-    """While active, records every copy from a view of a given tensor to a view of a parameter."""
+    """While active, records copies from views of given tensors to views of parameters."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
         return given
 
     def one_by_one(self, tensors: Iterable[Named]) -> Iterator[Named]:
-        """Yield each tensor on demand, and drop the previous one to free its memory."""
+        """Yield each tensor on demand, and drop the previous one."""
         for tensor in tensors:
             given = self.give([tensor])
             del tensor
@@ -77,7 +77,7 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
         return copies
 
     def gaps(self) -> list[str]:
-        """Return the parameters that received a number of elements other than their size."""
+        """Return the parameters that did not receive as many elements as they have."""
         return [
             f"{name} ({self._written[name]:,} of {parameter.numel():,} elements)"
             for name, parameter in self._named.items()
@@ -93,14 +93,13 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
         ]
 
     def passed_over(self) -> list[str]:
-        """Return the given tensors that were not copied, as far as that is known."""
+        """Return the given tensors that were not copied, as far as known."""
         classes = {type(module).__name__ for module in self.model.modules()}
         known = self.whole and OTHER_RANKS_LAYER not in classes
         return sorted(self._unread - self._no_weights()) if known else []
 
     def views(self) -> tuple[dict[str, TensorView], dict[str, str]]:
-        """Return each given tensor's place in a parameter; for the others a reason, as a sentence's
-        end."""
+        """Return each given tensor's place in a parameter; for others the reason."""
         views, without = {}, {}
         for name in self._shapes.keys() - self._no_weights():
             found = self._view(name)
@@ -137,7 +136,6 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
         return view
 
     def _no_weights(self) -> set[str]:
-        """Return given names without weights of their own, such as a tied head."""
         tied = getattr(getattr(self.model, "config", None), "tie_word_embeddings", False)
         return {
             name
@@ -181,8 +179,8 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[misc]
             self.whole = False
             self._computed.add(place)
 
+    # The given tensor that `source` views, and the view's offset in elements.
     def _giver(self, source: torch.Tensor) -> tuple[str, int] | None:
-        """Return the given tensor that `source` views, and the view's offset in elements."""
         start = _storage(source) + source.storage_offset() * source.element_size()
         find = bisect_right if source.numel() else bisect_left  # an empty share lies at a boundary
         index = find(self._given, start, key=lambda span: span[0]) - 1

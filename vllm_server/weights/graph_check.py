@@ -1,8 +1,4 @@
-"""Check before serving that every kind of layer computes from the tensor that a trainer writes.
-
-It changes one tensor of each kind, decodes one token on a cached prefix (the path of decode
-graphs), requires its logprob to change, and restores the tensor.
-"""
+"""Check before serving that every kind of layer computes from the tensor that a trainer writes."""
 
 from __future__ import annotations
 
@@ -52,7 +48,7 @@ def kinds(model: torch.nn.Module) -> list[str]:
 
 
 def nudge(model: torch.nn.Module, name: str) -> None:
-    """In the worker: change the parameter in place by its own magnitude, if this rank has it."""
+    """In the worker: change the parameter in place, if this rank has it."""
     import torch
 
     if (part := _part(model, name)) is None:
@@ -93,6 +89,7 @@ async def stale_kinds(engine: Any, generator: Generator) -> list[str]:
     stale = []
     found = await engine.collective_rpc("atropos_parameter_kinds")
     names = list(dict.fromkeys(name for rank in found for name in rank))
+    # One token on a cached prefix, which is the path of decode graphs, has to show each change.
     for name in names:
         await engine.collective_rpc("atropos_nudge", args=(name,))
         try:
@@ -107,8 +104,8 @@ async def stale_kinds(engine: Any, generator: Generator) -> list[str]:
     return stale
 
 
+# In nats; infinite for other tokens or NaN.
 def _distance(one: tuple[int, float], other: tuple[int, float]) -> float:
-    """Return the distance of two answers' logprobs in nats; infinite for other tokens or NaN."""
     gap = abs(one[1] - other[1])
     return gap if one[0] == other[0] and math.isfinite(gap) else math.inf
 

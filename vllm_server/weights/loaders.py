@@ -48,12 +48,11 @@ ANOTHER_MODE = (
 
 
 class SharedWeightsError(RuntimeError):
-    """The weights cannot be shared with a trainer in their present form."""
+    pass
 
 
 @cache
 def register_loaders() -> None:
-    """Register our load formats with vLLM in this process."""
     register_model_loader(FOLDER_FORMAT)(FolderLoader)
     register_model_loader(PLAIN_FORMAT)(PlainLoader)
     register_model_loader(SHARED_FORMAT)(SharedMemoryLoader)
@@ -68,7 +67,7 @@ class LoadTrace:
     without_view: dict[str, str]
     """Tensors without a place, with the reason as a sentence's end."""
     laid_anew: list[str]
-    """Parameters that vLLM gave another layout after its loader had filled them."""
+    """Parameters with another layout after the load."""
 
 
 # Of this process's model, draft models excluded; None after another loader, or a quantized model's
@@ -77,7 +76,7 @@ _trace: LoadTrace | None = None
 
 
 def why_not_in_place() -> str | None:
-    """Return the reason against writing new weights over those of this worker's model."""
+    """Return the reason against writing over this worker's weights."""
     if _trace is None:
         fix = "leave out --load-format and --quantization"
         return f"how its weights were loaded was not recorded: {fix}"
@@ -101,7 +100,6 @@ class FolderLoader(DefaultModelLoader):
         self._samples: dict[str, torch.Tensor] = {}
 
     def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """Load and process the model, then check which parameters changed their layout."""
         global _trace
         model = super().load_model(*args, **kwargs)
         self.keep_plain()
@@ -113,10 +111,10 @@ class FolderLoader(DefaultModelLoader):
         return model
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-        """Load the weights, and report tensors that the model has no place for.
+        """Load the weights, and report tensors without a place.
 
         Raises:
-            ValueError: such tensors are in a trainer's weights.
+            ValueError: they are in a trainer's weights.
         """
         is_draft = model_config.runner_type == "draft"  # a speculative model is not trained
         if folder := "" if is_draft else os.environ.get(ENV_START_WEIGHTS):
@@ -145,8 +143,8 @@ class FolderLoader(DefaultModelLoader):
         """Undo vLLM's repacking after the load; a no-op here."""
 
 
+# At the same places every time.
 def _sample(parameter: torch.Tensor) -> torch.Tensor:
-    """Return some values of a parameter, at the same places every time."""
     # On the CPU by name: vLLM may have made another device the default one.
     cpu: dict[str, Any] = {"generator": torch.Generator("cpu").manual_seed(0), "device": "cpu"}
     places = [torch.randint(max(size, 1), (SAMPLED,), **cpu) for size in parameter.shape]
@@ -201,7 +199,7 @@ def shared_file() -> Path:
 
 
 def move_parameters(model: torch.nn.Module, path: Path) -> None:
-    """Copy every parameter into a new file `path` and make the model use the copy.
+    """Copy every parameter into a new file and make the model use the copy.
 
     Raises:
         SharedWeightsError: no space, another user's file, or a parameter that is not dense.
@@ -223,7 +221,6 @@ def move_parameters(model: torch.nn.Module, path: Path) -> None:
 
 
 def _layout(parameters: dict[str, torch.nn.Parameter]) -> tuple[dict[str, int], int]:
-    """Return the byte offset of each parameter, and the total size in bytes."""
     offsets, end = {}, 0
     for name, parameter in parameters.items():
         spans = extent(parameter.size(), parameter.stride())
@@ -238,8 +235,8 @@ def _layout(parameters: dict[str, torch.nn.Parameter]) -> tuple[dict[str, int], 
     return offsets, end
 
 
+# Replaces a file of an earlier server.
 def _create(path: Path, size: int) -> None:
-    """Create `path` with `size` reserved bytes, in place of an earlier server's file."""
     if path.is_symlink() or (path.exists() and path.stat().st_uid != os.getuid()):
         fix = "set ATROPOS_SHM_NAME to another name"
         raise SharedWeightsError(f"{path} is in the way and not ours; {fix}")
@@ -280,10 +277,7 @@ def describe_shared_file(model: torch.nn.Module) -> Shard:
 
 
 def describe_cuda(model: torch.nn.Module) -> Shard:
-    """Return the shard of a model on a GPU, with one CUDA IPC handle for each parameter.
-
-    Call it once: each call pins the storages again for a receiver.
-    """
+    """Return the shard of a model on a GPU; call it once, for each call pins the storages."""
     entries = {}
     gpu = str(torch.cuda.get_device_properties(next(model.parameters()).device).uuid)
     for name, parameter in _parameters(model):
@@ -299,11 +293,6 @@ def describe_cuda(model: torch.nn.Module) -> Shard:
 
 
 def _views() -> dict[str, TensorView]:
-    """Return the places of all tensors of the checkpoint.
-
-    Raises:
-        SharedWeightsError: some tensors have no place, or have lost it.
-    """
     if reason := why_not_in_place():
         fix = "Or use another weight bridge mode (lora_only, lora_restart or none)"
         raise SharedWeightsError(f"{reason}. {fix}")
@@ -343,8 +332,8 @@ def _entry(parameter: torch.nn.Parameter) -> TensorEntry:
     )
 
 
+# Further names, such as a tied `lm_head.weight`.
 def _aliases(model: torch.nn.Module) -> dict[str, str]:
-    """Return further names of listed parameters, such as a tied `lm_head.weight`."""
     first = {parameter: name for name, parameter in _parameters(model)}
     return {
         name: first[parameter]
@@ -371,7 +360,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 class PlainLayers:
-    """Keeps the weights of a model just loaded, and restores them after vLLM's processing."""
+    """Restores the weights of a model just loaded after vLLM's processing."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._weights: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
@@ -388,7 +377,6 @@ class PlainLayers:
                 self._weights += [(module, name, module.get_parameter(name)) for name in EXPERTS]
 
     def restore(self) -> None:
-        """Make every layer compute from the kept weights."""
         for module, name, weight in self._weights:
             if name in EXPERTS and not _computes_plainly(module):
                 continue
@@ -399,8 +387,8 @@ class PlainLayers:
         self._weights.clear()
 
 
+# False, without a change, for an unknown kind.
 def _computes_plainly(experts: Any) -> bool:
-    """Make these experts compute from their parameters; return False for an unknown kind."""
     kernel: Any = getattr(getattr(experts, "quant_method", None), "moe_kernel", None)
     activation = _ACTIVATIONS.get(getattr(getattr(experts, "activation", None), "value", ""))
     if not hasattr(kernel, "fused_experts") or activation is None:

@@ -38,7 +38,7 @@ class RefusedWeights(NotDone):
 
 
 class BrokenLoad(NotDone):
-    """A load that failed halfway: the weights are mixed, and the server refuses requests."""
+    """A load that failed halfway: the server refuses requests."""
 
     status = 503
 
@@ -51,7 +51,7 @@ class StartWeights(BaseModel):
 
 
 def note_of(config: ServerConfig) -> StartWeights | None:
-    """Return the weights that an earlier server recorded for this start, if they still exist."""
+    """Return the weights recorded for this start, if they still exist."""
     try:
         note = StartWeights.model_validate_json(config.start_weights_path.read_bytes())
         folder_of_run(note.path, config.run_dir, "weights", RefusedWeights)
@@ -77,14 +77,13 @@ def prepare_start(config: ServerConfig, args: Namespace, *, plain: bool) -> None
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint."""
     # `consolidated*` is Mistral's second copy under other names.
     files = folder.glob("*.safetensors")
     return sorted(file for file in files if not file.name.startswith("consolidated"))
 
 
 def shapes_in(folder: Path) -> Shapes:
-    """Return the shapes of a checkpoint's tensors, from the files' headers alone.
+    """Return shapes from the files' headers.
 
     Raises:
         RefusedWeights: no safetensors, or an incomplete file.
@@ -144,7 +143,7 @@ class Reloader:
 
         Raises:
             RefusedWeights: the old weights still answer; or nothing does, if tensors have no place.
-            BrokenLoad: the server is now unhealthy and refuses requests.
+            BrokenLoad: the server refuses requests.
         """
         folder = folder_of_run(request.path, self.bridge.config.run_dir, "weights", RefusedWeights)
         shapes = await asyncio.to_thread(shapes_in, folder)
@@ -195,8 +194,8 @@ class Reloader:
         logger.info("weights of version %d serve after %.3f s: %s", version, took_s, folder)
         return self._answer(phases, tensors=int(found[0]["tensors"]), size=int(found[0]["bytes"]))
 
+    # The weights are in memory already.
     async def _as_started(self, request: LoadWeightsRequest) -> WeightsLoaded:
-        """Set the version of the weights that are in memory already."""
         phases: dict[str, float] = {}
         async with self.bridge.lock:
             with timed(phases, "resume"):
@@ -205,11 +204,6 @@ class Reloader:
         return self._answer(phases)
 
     def _note(self, folder: Path, request: LoadWeightsRequest) -> WeightsLoaded:
-        """Record the folder for the next start.
-
-        Raises:
-            RefusedWeights: the next start would not find it.
-        """
         config = self.bridge.config
         if not config.weight_updates:
             raise RefusedWeights(f"{self.bridge.load_obstacle}")
@@ -235,11 +229,6 @@ class Reloader:
         )
 
     def _own_shapes(self) -> Shapes:
-        """Return the shapes of the checkpoint that this server loaded.
-
-        Raises:
-            RefusedWeights: it is not in safetensors, so there is nothing to compare with.
-        """
         if self._own is None:
             places = filter(None, (self.bridge.started_from, self._args.model))
             known = [Path(path).expanduser() for path in places]
@@ -250,11 +239,6 @@ class Reloader:
 
 
 def _downloaded(args: Namespace) -> Path:
-    """Return the local folder of a hub model's files.
-
-    Raises:
-        RefusedWeights: the files are not here.
-    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -276,7 +260,7 @@ def load_in_worker(worker: Any, path: str) -> dict[str, Any]:
     """Write the safetensors of `path` over the parameters of this worker's model.
 
     Returns:
-        What was read, seconds by phase, and `without_place`: the message about skipped tensors.
+        What was read, seconds by phase, and `without_place`.
 
     Raises:
         RuntimeError: a parameter got no values.
