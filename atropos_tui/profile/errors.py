@@ -1,8 +1,7 @@
 """Wording of a profile's problems: pydantic's errors become problems with file, key, reason and
 fix.
 
-The kind of error gives the reason; the JSON Schema at that key gives the fix. A user's text is
-escaped and cut, so that no value can forge a line of a report.
+A user's text is escaped and cut, so that no value can forge a line of a report.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from atropos_tui.profile.schema import (
 )
 
 MAX_SHOWN = 60
-"""Limit in characters for the shown part of a value or key."""
+"""Shown characters of a value or key."""
 MAX_LISTED = 200
 """Limit of listed problems."""
 MAX_CHOICES = 40
@@ -46,11 +45,7 @@ def refused(problems: list[Problem], title: str = "invalid profile") -> UserErro
 
 @contextmanager
 def in_words(file: str) -> Iterator[None]:
-    """Turn every exception that a malformed profile causes into a message that names the file.
-
-    Raises:
-        UserError: for every exception; a UserError passes unchanged.
-    """
+    """Turn every exception of a malformed profile into a message that names the file."""
     try:
         yield
     except UserError:
@@ -66,8 +61,7 @@ def in_words(file: str) -> Iterator[None]:
 
 
 def printable(text: str, limit: int = 400) -> str:
-    """Return `text` on one line: unprintable characters escaped, and the part beyond `limit`
-    replaced by its length."""
+    """One line: unprintable characters escaped, the part beyond `limit` replaced by its length."""
     cut = text[:limit]  # cut before escaping: the text may be megabytes long
     # Control characters could move the cursor or forge lines of the report.
     if not cut.isprintable():
@@ -76,7 +70,6 @@ def printable(text: str, limit: int = 400) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 process`, `2 processes`, `0 entries`."""
     if count != 1 and noun.endswith("try"):
         noun = f"{noun[:-1]}ies"
     elif count != 1:
@@ -85,7 +78,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def value_text(value: Any, key: str = "") -> str:
-    """Format a value roughly as TOML; the value of a `key` that names a secret is hidden."""
+    """Roughly TOML; the value of a secret `key` is hidden."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -103,10 +96,9 @@ def _quoted(text: str) -> str:
 
 
 def key_text(path: Sequence[str | int], data: Any) -> str:
-    """Return the key as the user wrote it, in the form of `--set`.
+    """The key as the user wrote it, in the form of `--set`.
 
-    An index of `[[env]]` is shown only if there are several, with the entry's name; other indices
-    are in brackets: `vllm.gpus[0]`, `env.1.args.x ([[env]] "math")`.
+    An index of `[[env]]` is shown only if there are several, with the entry's name.
     """
     text, note = "", ""
     node = data
@@ -137,11 +129,10 @@ OTHER_NAMES = {"learning_rate": "lr", "max_steps": "training_steps", "steps": "t
 
 
 FLAGS_OF = {"env": "the environment", "vllm": "vLLM"}
-"""Sections with an `args` table, and the program whose flags these are."""
 
 
 def did_you_mean(word: str, known: Collection[str], most: int = 1) -> str:
-    """Return "did you mean NEAREST? " with up to `most` names, or an empty string."""
+    """ "did you mean NEAREST? " with up to `most` names, or ""."""
     if (meant := OTHER_NAMES.get(word)) in known:
         return f"did you mean {meant}? "
     near = nearest_names(word, known, most)
@@ -158,7 +149,7 @@ _BARE_VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")
 
 
 def in_braces(path: str) -> str:
-    """Return the fix for a path with `$NAME`, which is not replaced; empty for any other path."""
+    """Fix for a path with `$NAME`, which is not replaced."""
     braced = _BARE_VARIABLE.sub(r"${\1}", path)
     return f"put the variable in braces: {braced}" if braced != path else ""
 
@@ -166,13 +157,11 @@ def in_braces(path: str) -> str:
 def nearest_names(
     word: str, known: Collection[str], most: int = 1, cutoff: float = 0.6
 ) -> list[str]:
-    """Return the names of `known` most similar to `word`, the nearest first. `cutoff`: least
-    similarity, 0 to 1."""
     return difflib.get_close_matches(word[:100], known, n=most, cutoff=cutoff)
 
 
 def _in_other_tables(path: KeyPath, schema: Schema) -> str:
-    """Return "did you mean trainer.lr? " for a key in the wrong table; empty if no table has it."""
+    """ "did you mean trainer.lr? " for a key in the wrong table."""
     word = str(path[-1])
     names = {word, OTHER_NAMES.get(word, word)}
     found = [
@@ -196,10 +185,8 @@ def problems_of(
     """Return one problem for each key, in pydantic's order.
 
     Args:
-        errors: errors of a ValidationError.
-        data: the whole profile as read.
-        problem: factory from reason, fix, path and key; adds the key's file and line.
-        below: table that was validated, if it was not the whole profile.
+        problem: factory from reason, fix, path and key.
+        below: table that was validated, if not the whole profile.
     """
     items: dict[KeyPath, dict[str, Any]] = {}
     for item in errors:
@@ -216,8 +203,7 @@ def problems_of(
 
 
 def _path(location: tuple[str | int, ...], data: Any, *, missing: bool) -> KeyPath:
-    """Translate pydantic's location to a path in the data: without type names, and `[env]` without
-    an index."""
+    """pydantic's location as a path in the data: no type names, no index for `[env]`."""
     path: KeyPath = ()
     node = data
     for depth, part in enumerate(location):
@@ -233,8 +219,7 @@ def _path(location: tuple[str | int, ...], data: Any, *, missing: bool) -> KeyPa
 
 
 def _steps(node: Any, part: str | int, *, flags: bool) -> KeyPath | None:
-    """Return the keys that lead from `node` to `part`; None if `part` is pydantic's name of an
-    alternative."""
+    """Keys from `node` to `part`; None if `part` is pydantic's name of an alternative."""
     if isinstance(node, list):
         return (part,) if isinstance(part, int) and part < len(node) else None
     if not isinstance(node, dict) or not isinstance(part, str):
@@ -253,7 +238,7 @@ def _steps(node: Any, part: str | int, *, flags: bool) -> KeyPath | None:
 def _explained(
     path: KeyPath, item: dict[str, Any], data: Any, schema: Schema
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield reason, fix, and the suffix of the key that locates the error within the value."""
+    """Reason, fix, and the suffix of the key within the value."""
     kind, context = str(item["type"]), item.get("ctx", {})
     # Our own validators already have reason and fix (sections.mistake).
     if kind == "mistake":
@@ -337,8 +322,7 @@ def _reason_and_fix(
 
 
 def _unquoted(value: Any, forms: list[Schema]) -> str:
-    """Return the text of a quoted number or boolean whose key needs it without quotes; else an
-    empty string."""
+    """Text of a quoted number or boolean whose key needs it without quotes."""
     if not isinstance(value, str) or len(value) > MAX_SHOWN:
         return ""
     try:

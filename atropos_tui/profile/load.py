@@ -1,11 +1,7 @@
 """From files to one table: find a profile, read its TOML, merge what it `extends`, apply `--set`.
 
-    extends = "base.toml"     # a path relative to this file, or the name of a shipped profile
-    --set trainer.lr=1e-4 # a dotted key and a TOML value (or else plain text), applied after the
-    merge
-
-Tables merge key by key, and the extending profile has priority; a list (`gpus`, `[[env]]`) replaces
-the whole list. `Origins` remembers the file of each key, so that a problem names the place to fix.
+Tables merge key by key, and the extending profile wins; a list replaces the whole list. `Origins`
+remembers the file of each key.
 """
 
 from __future__ import annotations
@@ -26,39 +22,31 @@ from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
 from atropos_tui.profile.toml_lines import key_lines, line_of, why_not_toml
 
 MAX_PROFILE_BYTES = 1024 * 1024
-"""Limit of a profile's size in bytes; a larger file is probably a model."""
+"""Bytes; a larger file is probably a model."""
 SET = "--set"
-"""Name of the command line in problems, instead of a file."""
 EXAMPLES = ("demo", "gsm8k", "math-zero")
 MOST_NEAREST = 3
-"""Limit of similar profiles that a fix lists."""
+"""Similar profiles that a fix lists."""
 MOST_FILES = 1000
-"""Limit of files in a folder that are searched for a similar name."""
 CACHE = "ATROPOS_CACHE"
-"""Environment variable with the folder for prepared models."""
+"""Variable with the folder for prepared models."""
 
 PROGRAMS = {"module", "script", "command"}
-"""Keys of which an environment has one: an `[env]` that sets one drops the inherited others."""
+"""An `[env]` that sets one drops the inherited others."""
 OF_PROGRAM = {"name", "args", "config", "weight"}
 """Keys that belong to an environment's program."""
 
 
 @dataclass(frozen=True)
 class Origins:
-    """File or `--set` of each key of a merged profile."""
-
     main: str = field(default="", compare=False)
     places: dict[KeyPath, str] = field(default_factory=dict, compare=False)
     texts: dict[str, str] = field(default_factory=dict, compare=False)
-    """Text of each file, for line numbers."""
     _lines: dict[str, dict[KeyPath, int]] = field(default_factory=dict, compare=False)
 
     def of(self, path: Sequence[str | int]) -> str:
-        """Return the place of a key, or else of the nearest table around it, or else the profile
-        itself.
-
-        An index of `[[env]]` is accepted for a single `[env]` too.
-        """
+        """Place of a key, else of the nearest table around it. An index of `[[env]]` works for a
+        single `[env]` too."""
         for length in range(len(path), 0, -1):
             here = tuple(path[:length])
             single = here[:1] + here[2:] if length > 2 and isinstance(here[1], int) else here
@@ -67,15 +55,14 @@ class Origins:
         return self.main
 
     def problem(self, reason: str, fix: str, path: Sequence[str | int], key: str) -> Problem:
-        """Return a problem at the key `path`, with the file and line of that key."""
+        """A problem at `path`, with file and line."""
         file = self.of(path)
         if file not in self._lines:
             self._lines[file] = key_lines(self.texts.get(file, ""))
         return Problem(reason, fix, file, key, line_of(self._lines[file], tuple(path)))
 
     def note(self, path: KeyPath, value: Any, place: str, old: Any = None) -> None:
-        """Record that `value` at `path`, with all keys below it, comes from `place` and replaces
-        `old`."""
+        """`value` at `path`, with all keys below, comes from `place` and replaces `old`."""
         if isinstance(old, dict):
             for key, inner in old.items():
                 self.places.pop((*path, key), None)
@@ -87,7 +74,6 @@ class Origins:
 
 
 def displace(environment: dict[str, Any], named: set[str]) -> None:
-    """Remove the inherited program of `environment` if `named` has another one."""
     if PROGRAMS & named:
         for other in PROGRAMS - named:
             environment.pop(other, None)
@@ -101,12 +87,12 @@ def _replace_program(base: dict[str, Any], over: dict[str, Any]) -> None:
 
 
 def cache_dir() -> Path:
-    """Return the folder for files that outlive a run, such as the demo's warm-started model."""
+    """Folder for files that outlive a run."""
     return Path(os.environ.get(CACHE) or platformdirs.user_cache_dir("atropos-tui"))
 
 
 def shipped_profiles() -> dict[str, Path]:
-    """Return the profiles of the package by name: beside the sources, or inside the wheel."""
+    """Profiles of the package: beside the sources, or inside the wheel."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "profiles", package.parent / "profiles"):
         if folder.is_dir():
@@ -115,7 +101,7 @@ def shipped_profiles() -> dict[str, Path]:
 
 
 def find_profile(name_or_path: str) -> Path:
-    """Return the file for PROFILE: a path, or else the name of a shipped profile.
+    """File for PROFILE: a path, else the name of a shipped profile.
 
     Raises:
         UserError: there is neither.
@@ -155,8 +141,7 @@ def _not_found(path: Path, name: str) -> tuple[str, str]:
 
 
 def _files_there(folder: Path, name: str) -> str:
-    """Return a fix that lists profiles in a folder: the ones most similar to `name`, or the first
-    ones if it is empty."""
+    """Fix that lists profiles in a folder: those similar to `name`, or the first ones."""
     try:
         files = sorted(each.stem for each in itertools.islice(folder.glob("*.toml"), MOST_FILES))
     except (OSError, ValueError):
@@ -177,15 +162,12 @@ def _files_there(folder: Path, name: str) -> str:
 
 
 def file_text(path: Path) -> str:
-    """Format a file's path for problems."""
     return printable(os.path.normpath(path))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the tables of a TOML file.
-
-    Raises:
-        UserError: it cannot be read, exceeds `MAX_PROFILE_BYTES`, or is not TOML.
+    """Raises:
+    UserError: the file cannot be read, is too large, or is not TOML.
     """
     return _tables(_text_of(path), file_text(path))
 
@@ -220,7 +202,7 @@ def _invalid(reason: str, fix: str, file: str, key: str = "", line: int | None =
 
 
 def read_merged(path: Path) -> tuple[dict[str, Any], Origins]:
-    """Read `path` and what it extends, merged; the result has no `extends`.
+    """Read `path` and what it extends, merged.
 
     Raises:
         UserError: a file cannot be read, or the chain is circular or broken.
@@ -243,8 +225,6 @@ def read_merged(path: Path) -> tuple[dict[str, Any], Origins]:
 
 
 def _nest_flags(layer: dict[str, Any]) -> None:
-    """Nest an environment's `"env.group_size" = 8` as `env.group_size = 8`, so that both spellings
-    merge."""
     written = layer.get("env")
     for section in written if isinstance(written, list) else [written]:
         args = section.get("args") if isinstance(section, dict) else None
@@ -287,7 +267,6 @@ def _extended(wanted: Any, chain: list[Path]) -> Path:
 def _merge(
     base: dict[str, Any], over: dict[str, Any], origins: Origins, file: str, path: KeyPath
 ) -> None:
-    """Merge `over` into `base`, in place."""
     if path == ("env",):
         _replace_program(base, over)
     for key, value in over.items():
@@ -300,10 +279,10 @@ def _merge(
 
 
 def apply_sets(data: dict[str, Any], sets: Sequence[str], origins: Origins | None = None) -> None:
-    """Apply overrides in place, and record them in `origins`.
+    """Apply overrides in place.
 
-    `[[env]]` and `[[vllm]]` are reached by index (`vllm.1.port=9002`), or without one as their
-    first entry (`vllm.port=9002`).
+    `[[env]]` and `[[vllm]]` are reached by index (`vllm.1.port=9002`), or as their first entry
+    (`vllm.port=9002`).
 
     Raises:
         UserError: not KEY=VALUE, or the key leads through a value that is no table.
@@ -327,7 +306,7 @@ def apply_sets(data: dict[str, Any], sets: Sequence[str], origins: Origins | Non
 
 
 def toml_value(text: str) -> Any:
-    """Parse `text` as a TOML value, or else return it: `8` is a number, `/models/m` a string."""
+    """`text` as a TOML value, or else itself: `8` is a number, `/models/m` a string."""
     try:
         parsed = tomllib.loads(f"v = {text}")
     except ValueError:  # TOMLDecodeError, and numbers of thousands of digits

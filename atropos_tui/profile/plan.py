@@ -1,7 +1,6 @@
-"""Profile to `StackSpec`: commands, order, ports, probes, and which components restart together.
+"""Profile to `StackSpec`: commands, order, ports, health checks, restarts. Pure.
 
-One builder for each role turns its section into a `ComponentSpec`; a `Site` (site.py) holds what
-they share about a run. Pure functions.
+One builder for each role turns its section into a `ComponentSpec`.
 """
 
 from __future__ import annotations
@@ -91,28 +90,26 @@ OUR_PACKAGES = (
     "vllm_server",
     "atroposlib",
 )
-"""Installed packages: `python -m` must not take a folder of the same name in the working directory
-instead."""
+"""`python -m` must not take a folder of the same name in the working directory."""
 SERVES_TILL_STOPPED = RestartPolicy(policy="always")
-"""Restart policy of servers: any exit that was not requested is a crash, even with code 0."""
+"""Any exit that was not requested is a crash, even with code 0."""
 GRAPH_FLAGS = (
     "cudagraph-capture-sizes",
     "max-cudagraph-capture-size",
     "compilation-config",
     "enforce-eager",
 )
-"""vLLM flags that choose the batch sizes of CUDA graphs; if one is set, the plan chooses none."""
+"""vLLM flags that choose graph sizes; if one is set, the plan chooses none."""
 MOST_SEQUENCES = 1024
-"""Default of vLLM's own --max-num-seqs on a large GPU."""
+"""Default of vLLM's --max-num-seqs on a large GPU."""
 HOST = "atropos_envs.hosting.runner"
 """Program that runs environments of other packages."""
 WORKER_FLAGS = {"env.max_num_workers", "env.max_num_workers_per_node"}
 """Flags that limit the groups in flight; if one is set, the plan sets no limit."""
 LORA_SLOTS = 2
-"""Adapters in vLLM's memory at the same time: the newest one, and the one of completions still in
-flight."""
+"""The newest adapter, and the one of completions still in flight."""
 WANDB_ID_LENGTH = 64
-"""Limit of Weights & Biases for a run id, in characters."""
+"""Characters of a Weights & Biases run id."""
 
 TRAINER_STAGES = [
     Stage(
@@ -165,7 +162,7 @@ HOSTED_STAGE = Stage(
     name=stages.SET_UP,
     usually="its setup() has not returned: it loads data or waits for a service; see its `logs`",
 )
-"""Stage of environments that `atropos_envs` hosts: their setup() has returned."""
+"""setup() of a hosted environment has returned."""
 ENV_STAGES = [
     Stage(
         name=stages.REGISTERED,
@@ -179,13 +176,10 @@ ENV_STAGES = [
 
 
 def build_stack(profile: Profile, run_dir: Path, *, run_id: str) -> StackSpec:
-    """Return the complete stack in start order: prepare steps, run-api, engines, environments,
-    extras, trainer."""
     return stack_of(make_site(profile, run_dir, run_id=run_id))
 
 
 def stack_of(site: Site) -> StackSpec:
-    """Return the stack of a site, with the values from `.env` files for the profile's `${VAR}`."""
     profile = site.profile
     settings = training_config(site)
     after = [section.name for section in profile.prepare]
@@ -232,13 +226,12 @@ def _with_python(spec: ComponentSpec) -> ComponentSpec:
 
 
 def redacted(stack: StackSpec) -> dict[str, Any]:
-    """Return the stack as data for a file, without secrets."""
     data: dict[str, Any] = hide_tree(stack.model_dump(mode="json", exclude={"variables"}))
     return data
 
 
 def _spec(site: Site, options: ComponentOptions, **derived: Any) -> ComponentSpec:
-    """Merge derived values with the options of a section, which have priority."""
+    """Merge derived values with the options of a section, which win."""
     probes: Probes = derived.pop("probes", Probes())
     chosen = {name: getattr(options, name) for name in ("startup", "readiness", "liveness")}
     given_probes = {name: _runnable(probe) for name, probe in chosen.items() if probe is not None}
@@ -261,7 +254,7 @@ def _spec(site: Site, options: ComponentOptions, **derived: Any) -> ComponentSpe
 
 
 def _reached(stage: str, label: str) -> Probes:
-    """Return probes that pass once the program records `stage`, however long that takes."""
+    """Pass once the program records `stage`, however long that takes."""
     return Probes(
         startup=Probe(checks=[StageCheck(stage=stage, label=label)], failure_threshold=1_000_000)
     )
@@ -320,7 +313,7 @@ def _engine(
     after: list[str],
     settings: TrainingConfig,
 ) -> list[ComponentSpec]:
-    """Return the server; on several machines one part for each, of which the first serves."""
+    """The server; on several machines one part for each, of which the first serves."""
     names = part_names(section.name, len(seats))
     fed, url = is_fed(site, section), site.engine_url(section)
     place = site.place(section.node if site.profile.is_spread else None)
@@ -401,8 +394,7 @@ def _engine(
 def _engine_part(
     site: Site, section: EngineSection, seats: list[Seat], rank: int
 ) -> dict[str, Any]:
-    """Return the flags for one part of a server over several machines: its rank, and where the
-    parts meet."""
+    """Flags for one part of a server: its rank, and where the parts meet."""
     if len(seats) < 2:
         return {}
     return {
@@ -540,9 +532,8 @@ def _environment(
 
 
 def sequences_in_flight(site: Site, env: EnvSection) -> int:
-    """Return the limit of completions in flight for an environment: its share of what its engines
-    compute at a time. `atropos_envs/hosting/queue_slots.py` decides how many of them to start, from
-    the queue and from flat groups."""
+    """Limit of completions in flight for an environment: its share of what its engines compute
+    at a time."""
     # Environments that share an engine share its sequences equally.
     users = Counter(
         engine.name for each in site.profile.env for engine in env_engines(site.profile, each)
@@ -555,11 +546,7 @@ def sequences_in_flight(site: Site, env: EnvSection) -> int:
 
 
 def _environment_program(section: EnvSection, site: Site) -> list[str]:
-    """Return the command that runs an environment.
-
-    Our own environments and files without atroposlib run directly; `atropos_envs.hosting.runner`
-    hosts any other that uses atroposlib, in the file itself or in a neighbour that it imports.
-    """
+    """Our own environments run directly; `hosting.runner` hosts any other that uses atroposlib."""
     target = site.text(section.module) if section.module else site.path(section.script or "")
     path = target.partition(":")[0]  # FILE.py:ClassName
     files = (
@@ -575,7 +562,7 @@ def _environment_program(section: EnvSection, site: Site) -> list[str]:
 
 
 def config_file(text: str) -> Path:
-    """Return an environment's YAML file: a path, or else a file of the shipped profiles."""
+    """YAML file: a path, or a file of the shipped profiles."""
     path = Path(text).expanduser()
     beside = [shipped.parent / text for shipped in list(shipped_profiles().values())[:1]]
     return next((place for place in [path, *beside] if place.is_file()), path)
@@ -599,8 +586,8 @@ def _any_trainer(site: Site, after: list[str], **derived: Any) -> ComponentSpec:
 
 
 def _other_trainer(site: Site, command: list[str], after: list[str]) -> ComponentSpec:
-    """Return a trainer of another program: variables name run-api and engines, and it is healthy
-    while it runs."""
+    """A trainer of another program: variables name run-api and engines, and it is healthy while
+    it runs."""
     gpus = site.profile.trainer.gpus
     contract = {
         ENV_API_URL: site.api_url,
@@ -614,8 +601,8 @@ def _other_trainer(site: Site, command: list[str], after: list[str]) -> Componen
 
 
 def _trainer(site: Site, settings: TrainingConfig, after: list[str]) -> list[ComponentSpec]:
-    """Return our trainer; on several machines one rank launcher for each, of which the first
-    reports for all."""
+    """Our trainer; on several machines one launcher for each, of which the first reports for
+    all."""
     section, seats = site.profile.trainer, trainer_seats(site.profile)
     if section.command:
         return [_other_trainer(site, section.command, after)]
@@ -674,8 +661,8 @@ def _ranks_meet(site: Site, number: int) -> dict[str, str]:
 
 
 def _tracked(site: Site, settings: TrainingConfig, environment: str = "") -> dict[str, str]:
-    """Return the variables that make all attempts of a component one Weights & Biases run, and the
-    components of a run one group."""
+    """Variables that make all attempts one Weights & Biases run, and the components of a run one
+    group."""
     if not settings.use_wandb:
         return {}
     return {
@@ -688,8 +675,7 @@ def _tracked(site: Site, settings: TrainingConfig, environment: str = "") -> dic
 
 
 def ranked(ranks: int, nodes: int = 1, node: int = 0) -> list[str]:
-    """Return the command of the trainer: one process, or torchrun with `ranks` processes on each of
-    `nodes`."""
+    """One process, or torchrun with `ranks` processes on each of `nodes`."""
     if nodes == 1:
         return (
             _module("trainer_core")
@@ -723,10 +709,6 @@ def _gpus(gpus: list[int]) -> dict[str, str]:
 
 
 def _program(command: list[str]) -> list[str]:
-    """Replace a leading `python` with the interpreter that runs atropos-tui (docs/profiles.md).
-
-    A profile then works without an activated environment, and all components use the same packages.
-    """
     # Only the bare names: a path to an interpreter is the user's choice.
     if command[:1] not in (["python"], ["python3"]):
         return command
@@ -746,18 +728,18 @@ def _runnable(probe: Probe) -> Probe:
 
 
 def _module(name: str) -> list[str]:
-    """Return the command that runs a module. Python searches the working directory first, which may
-    hold anybody's files: -P turns that off for our modules and keeps it for the user's."""
+    """-P keeps Python from importing our modules from the working directory, which may hold
+    anybody's files."""
     return [PYTHON, *(["-P"] if is_ours(name) else []), "-m", name]
 
 
 def is_ours(module: str) -> bool:
-    """Return True if the module comes with atropos-tui or is atroposlib's."""
+    """The module comes with atropos-tui or atroposlib."""
     return module.partition(".")[0] in OUR_PACKAGES
 
 
 def _flags(values: dict[str, Any], *, explicit_booleans: bool = False) -> list[str]:
-    """Turn a table into flags: None is left out, a boolean becomes a bare flag or `--flag true`."""
+    """None is left out; a boolean becomes a bare flag or `--flag true`."""
     argv: list[str] = []
     for name, value in values.items():
         if value is None or (value is False and not explicit_booleans):

@@ -1,9 +1,3 @@
-"""Ports of this machine and who holds them; live listeners on Unix sockets.
-
-psutil is imported only where processes are inspected, so that commands which only look for live
-runs start fast.
-"""
-
 from __future__ import annotations
 
 import contextlib
@@ -30,12 +24,12 @@ if TYPE_CHECKING:
     import psutil
 
 CONNECT_S = 1.0
-"""Seconds to connect to a Unix socket: immediate unless the backlog is full."""
+"""Seconds; a Unix socket connects at once unless its backlog is full."""
 
 
 def listens(address: str) -> bool:
-    """Return True if a process listens on the Unix socket at `address`: the only sign of a live
-    supervisor that a killed one does not leave."""
+    """A process listens on this Unix socket: the only sign of a live supervisor that a killed
+    one does not leave."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(CONNECT_S)
@@ -48,8 +42,7 @@ def listens(address: str) -> bool:
 
 
 def listener(address: str) -> int | None:
-    """Return the pid of the process that listens on the Unix socket at `address`; None if there is
-    none."""
+    """Pid of the process that listens on the Unix socket."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(CONNECT_S)
@@ -64,11 +57,9 @@ def listener(address: str) -> int | None:
 
 
 def own_socket(run: RunDir) -> str | None:
-    """Return the path of this run's control socket; None if `control.sock` links to any other
-    socket.
+    """Path of this run's control socket; None if `control.sock` links to any other.
 
-    A recording or a copied run directory contains a link to another run's socket. A socket's name
-    depends on the run directory, so such a link never matches.
+    A copied run directory has a link to another run's socket, whose name depends on its directory.
     """
     try:
         target = os.readlink(run.control_sock)  # noqa: PTH115 — the link's own path may be too long to connect to
@@ -79,15 +70,13 @@ def own_socket(run: RunDir) -> str | None:
 
 
 def has_supervisor(run: RunDir) -> bool:
-    """Return True if a process listens on the run's socket; a killed supervisor leaves only the
-    file."""
+    """A process listens on the run's socket; a killed supervisor leaves only the file."""
     address = own_socket(run)
     return address is not None and listens(address)
 
 
 def is_free(port: int, *, held: bool = False) -> bool:
-    """Return True if a server could listen on `port` of the loopback now; TIME_WAIT does not block
-    it.
+    """A server could listen on `port` of the loopback; TIME_WAIT does not count.
 
     Args:
         held: this process holds the port for that server.
@@ -100,7 +89,6 @@ def is_free(port: int, *, held: bool = False) -> bool:
 
 
 def free_port() -> int:
-    """Return a port that is free at this moment."""
     with socket.socket() as probe:
         # The kernel chooses a free port; another program may take it after this.
         probe.bind(("127.0.0.1", 0))
@@ -109,10 +97,9 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Holder:
-    """Process that has a port, and its run if it belongs to one of ours."""
+    """Process that has a port, and its run if that is ours."""
 
     process: str
-    """Name, pid and command line, such as "python (pid 12): python -m vllm_server"."""
     run_id: str = ""
     run_dir: str = ""
     component: str = ""
@@ -129,7 +116,6 @@ class Holder:
 
     @property
     def way_out(self) -> str:
-        """Return the fix that frees the port."""
         if not self.run_id:
             return f"stop {self.process.partition(':')[0]}"
         if self.supervised:
@@ -138,8 +124,8 @@ class Holder:
 
 
 def holder(port: int) -> Holder | None:
-    """Return the process that listens on `port`, or for which a run holds it; None if there is none
-    or it belongs to another user."""
+    """Process that listens on `port`, or for which a run holds it; None if it belongs to another
+    user."""
     import psutil
 
     def listening_or_awaited() -> Iterator[psutil.Process]:

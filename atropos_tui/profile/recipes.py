@@ -1,4 +1,4 @@
-"""Effects of a command as data, before it runs. Pure functions of a `StackSpec`."""
+"""Effects of a command as data, before it runs. Pure."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def recipe(
     initiator: str = "user",
     among: Collection[str] | None = None,
 ) -> Recipe:
-    """Return the components that `action` stops and starts, in order.
+    """Components that `action` stops and starts, in order.
 
-    A restart that the trainer requests never stops the trainer: it waits for the new engine itself.
+    A restart that the trainer requests never stops the trainer.
 
     Args:
-        among: limits the components that restart together with `component` (default: all).
+        among: limits the components that restart with it.
 
     Raises:
         KeyError: no such component.
@@ -66,8 +66,6 @@ def recipe(
 
 
 def _killed(stack: StackSpec, spec: ComponentSpec, touched: list[str]) -> Recipe:
-    """Return the effects of a kill: it counts as a crash, and the restart policy decides. `touched`
-    is in start order."""
     policy = spec.restart
     if restarts_after_crash(spec):
         stopped, start = touched, touched
@@ -82,7 +80,7 @@ def _killed(stack: StackSpec, spec: ComponentSpec, touched: list[str]) -> Recipe
 
 
 def restarts_after_crash(spec: ComponentSpec) -> bool:
-    """Return True if `spec` restarts after its first crash; False: the run ends."""
+    """False: a crash ends the run."""
     return spec.restart.policy != "never" and spec.restart.max_restarts > 0
 
 

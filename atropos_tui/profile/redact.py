@@ -1,9 +1,7 @@
-"""Removal of values that look like secrets from tables, command lines and `--set` words before they
-reach a file.
+"""Removal of secrets from tables, command lines and `--set` words before they reach a file.
 
-A `${VAR}` reference stays, because it reveals nothing; so do numbers, because a token *limit* is no
-token. For text that leaves the machine, `Scrubber` also removes the values that are secret on this
-machine.
+`${VAR}` references and numbers stay. For text that leaves the machine, `Scrubber` also removes this
+machine's secret values.
 """
 
 from __future__ import annotations
@@ -19,9 +17,9 @@ from atropos_common.system.run_dir import ENV_TOKEN
 
 REDACTED = "(redacted)"
 PLACEHOLDER = "local"
-"""Public key for local servers that require any key."""
+"""Public key for local servers that require any."""
 SHORTEST = 6
-"""Least length of a value that is searched for in text; shorter ones are too common."""
+"""Length below which values are too common to search for."""
 
 _SECRET = re.compile(
     r"(?<![a-z])(api[_-]?key|access[_-]?key|private[_-]?key|key|secret|token|pass|passwd|password|credentials?|auth"
@@ -44,8 +42,7 @@ _NEEDED_BY = (
     # Keys of hubs and object stores: all that load models or data.
     (re.compile(""), {"prepare", "engine", "trainer", "env", "other"}),
 )
-"""Roles that need a secret, by name; the first pattern that matches the beginning of the name
-counts."""
+"""Roles that need a secret, by name; the first match counts."""
 
 # Each service's documented key prefix, so that ordinary words do not match.
 _SHAPES = re.compile(
@@ -90,8 +87,7 @@ _KEY_LIKE = re.compile(
     r"(?![0-9A-Za-z_-])",
     re.ASCII,
 )
-"""Form of W&B keys (40 hex digits) and of a run's key (43 characters), without a name beside
-them."""
+"""W&B keys (40 hex digits) and a run's key (43 characters) without a name."""
 
 
 _BEARER = re.compile(
@@ -101,38 +97,31 @@ _BEARER = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-"""A token that a command sends. Narrower than `_NAMED_VALUE`: references stay, and so does code
-that handles a token."""
+"""A token that a command sends; references and code that handles a token stay."""
 
 
 def is_secret_name(name: str) -> bool:
-    """Return True if a variable, key or flag of this name holds a secret."""
+    """A variable, key or flag of this name holds a secret."""
     return _SECRET.search(name) is not None
 
 
 def goes_to(name: str, role: str) -> bool:
-    """Return True if a component of `role` inherits the variable `name` from the environment of
-    `up`.
-
-    Secrets go only to the roles that need them; a component always gets the variables of its own
-    `env` table.
-    """
+    """A component of `role` inherits the variable from `up`. Secrets go only to roles that need
+    them."""
     if not is_secret_name(name):
         return True
     return role in next(roles for pattern, roles in _NEEDED_BY if pattern.match(name))
 
 
 def is_harmless(value: str) -> bool:
-    """Return True if `value` reveals nothing, whatever its name: references, numbers, the
-    placeholder."""
+    """References, numbers and the placeholder reveal nothing."""
     bare = _REFERENCE.sub("", value)
     nothing_left = not any(letter.isalnum() for letter in bare)
     return value == PLACEHOLDER or nothing_left or value.replace(".", "").isdecimal()
 
 
 def is_plain_setting(value: str) -> bool:
-    """Return True if a value is clearly no secret: harmless, a switch, a log level, or a path that
-    exists."""
+    """Clearly no secret: a switch, a log level, or a path that exists."""
     if is_harmless(value) or _SETTINGS.fullmatch(value):
         return True
     try:
@@ -142,8 +131,7 @@ def is_plain_setting(value: str) -> bool:
 
 
 def secret_references(data: Any, name: str = "") -> set[str]:
-    """Return the variables that stand for a secret in nested tables, judged by the key, the flag or
-    the words before them."""
+    """Variables that stand for a secret in nested tables."""
     if isinstance(data, dict):
         return set().union(*(secret_references(value, str(key)) for key, value in data.items()))
     if isinstance(data, list):
@@ -176,13 +164,12 @@ def _but_its_name(match: re.Match[str]) -> str:
 
 
 def hide(name: str, value: str) -> str:
-    """Mask `value` if `name` says that it is a secret; tokens of a known form are masked under any
-    name."""
+    """Mask `value` if `name` says so; known forms are masked under any name."""
     return REDACTED if is_secret_name(name) and not is_harmless(value) else mask(value)
 
 
 def hide_command(words: Sequence[str]) -> list[str]:
-    """Mask a command line: `--flag value`, `--flag=value` and `KEY=VALUE`."""
+    """Mask `--flag value`, `--flag=value` and `KEY=VALUE`."""
     hidden: list[str] = []
     before = ""
     for word in map(mask, words):  # before it is taken apart: a token may hold "="
@@ -200,7 +187,7 @@ def hide_command(words: Sequence[str]) -> list[str]:
 
 
 def hide_tree(data: Any, name: str = "") -> Any:
-    """Mask nested tables and lists; a list named `command` is masked as a command line."""
+    """Mask nested tables; a list named `command` is masked as a command line."""
     if isinstance(data, dict):
         return {key: hide_tree(value, str(key)) for key, value in data.items()}
     if isinstance(data, list):
@@ -211,16 +198,6 @@ def hide_tree(data: Any, name: str = "") -> Any:
 
 
 class Scrubber:
-    """Remover of secrets from text that leaves the machine: known values, telling names, known
-    forms, and the home folder.
-
-    Args:
-        values: secrets of this machine (tokens in the environment, `.env`, the run's key); short
-            ones are skipped.
-        keep: values that look like a key and are none, such as a commit.
-        home: folder that is shown as `~`.
-    """
-
     def __init__(self, values: Iterable[str], *, keep: Iterable[str] = (), home: str = "") -> None:
         spellings = {
             form for value in values if len(value) >= SHORTEST for form in _spellings(value)
@@ -237,7 +214,6 @@ class Scrubber:
         )
 
     def text(self, text: str) -> str:
-        """Return `text` without secrets."""
         if self._values:
             text = self._values.sub(REDACTED, text)
         text = _NAMED_VALUE.sub(_but_its_name, mask(text))
@@ -247,7 +223,7 @@ class Scrubber:
         return self._home.sub("~", text) if self._home else text
 
     def tree(self, data: Any) -> Any:
-        """Scrub nested data: by the names of its keys, then every string as text."""
+        """Scrub by the names of keys, then every string as text."""
         return self._strings(hide_tree(data))
 
     def _strings(self, data: Any) -> Any:
@@ -258,7 +234,7 @@ class Scrubber:
         return self.text(data) if isinstance(data, str) else data
 
     def json_line(self, line: str) -> str:
-        """Scrub one line of a JSON stream, which stays JSON; any other line is scrubbed as text."""
+        """A line of JSON stays JSON; any other is scrubbed as text."""
         try:
             data = json.loads(line)
         except (ValueError, RecursionError):
@@ -267,5 +243,5 @@ class Scrubber:
 
 
 def _spellings(value: str) -> set[str]:
-    """Return `value` as written in text, in a URL and inside a JSON string."""
+    """`value` as written in text, in a URL and inside a JSON string."""
     return {value, quote(value, safe=""), quote(value), json.dumps(value)[1:-1]}

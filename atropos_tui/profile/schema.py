@@ -1,9 +1,7 @@
-"""JSON Schema of a profile, for editors (`#:schema ./profile.schema.json`) and for the wording of
-problems.
+"""JSON Schema of a profile, for editors and for the wording of problems.
 
 Built from the models, then adapted to what a *file* may contain: `[env]` or `[[env]]`, `extends`,
-every field of `TrainingConfig` that the plan does not derive, and flags as tables. Lookup functions
-return the allowed values of a key and a phrase for them.
+trainer fields, flags as tables.
 """
 
 from __future__ import annotations
@@ -15,14 +13,12 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 KeyPath = tuple[str | int, ...]
-"""Path of a key through the data: table keys and list indices."""
 Schema = dict[str, Any]
-"""A JSON Schema, or the part of one that describes a key."""
 SECTION_LISTS = ("env", "vllm", "prepare", "node")
-"""Sections that may be written once as `[env]` or several times as `[[env]]`."""
+"""Sections written once as `[env]` or several times as `[[env]]`."""
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
-"""Draft of JSON Schema; the newest that common TOML editors understand."""
+"""Newest draft that common TOML editors understand."""
 TITLE = "atropos-tui profile"
 
 _EXTENDS = {
@@ -41,11 +37,11 @@ def build_schema(
     derived: Collection[str],
     words: Collection[str],
 ) -> Schema:
-    """Build the schema of `profile`, with the trainer's `config` fields in its trainer section.
+    """Schema of `profile`, with the trainer's `config` fields in its trainer section.
 
     Args:
-        derived: fields of `config` that a profile must not set.
-        words: list fields of `config` that also accept text.
+        derived: fields that a profile must not set.
+        words: list fields that also accept text.
     """
     schema = _plain(profile.model_json_schema())
     parts: dict[str, Schema] = schema["$defs"]
@@ -76,7 +72,7 @@ def build_schema(
 
 
 def _flag(args: Schema) -> Schema:
-    """Return the schema of an environment flag: a value, a list of values, or a table of flags."""
+    """A value, a list of values, or a table of flags."""
     scalar = [{"type": "boolean"}, {"type": "integer"}, {"type": "number"}, {"type": "string"}]
     several = {"type": "array", "items": {"anyOf": scalar}}
     table = {"type": "object", "additionalProperties": {"$ref": "#/$defs/Flag"}}
@@ -91,14 +87,12 @@ def _also_text(node: Schema) -> None:
 
 
 def _once_or_several(node: Schema) -> None:
-    """Accept one section or a list of sections."""
     several = {key: node.pop(key) for key in ("type", "items", "minItems") if key in node}
     node["anyOf"] = [several["items"], several]
 
 
 def _plain(node: Any) -> Any:
-    """Remove pydantic's generated titles and JSON's null (TOML has none), and translate newer
-    keywords to draft 7."""
+    """remove generated titles and JSON's null (TOML has none); translate newer keywords to draft 7."""
     if isinstance(node, list):
         return [_plain(item) for item in node]
     if not isinstance(node, dict):
@@ -122,8 +116,7 @@ def _plain(node: Any) -> Any:
 
 
 def _is_noise(key: str, value: Any) -> bool:
-    """Return True for generated titles, defaults that add nothing (JSON's `null`, or a section's
-    own defaults), and OpenAPI's discriminator."""
+    """Generated titles, defaults that add nothing, and OpenAPI's discriminator."""
     whole = isinstance(value, dict) or (
         isinstance(value, list) and any(isinstance(item, dict) for item in value)
     )
@@ -135,7 +128,7 @@ def _is_noise(key: str, value: Any) -> bool:
 
 
 def resolve(schema: Schema, node: Schema) -> Schema:
-    """Follow the `$ref` of `node`; its own keywords have priority."""
+    """Follow the `$ref`; the node's own keywords win."""
     while "$ref" in node:
         name = str(node["$ref"]).removeprefix("#/$defs/")
         node = schema["$defs"][name] | {key: value for key, value in node.items() if key != "$ref"}
@@ -143,7 +136,6 @@ def resolve(schema: Schema, node: Schema) -> Schema:
 
 
 def _forms(schema: Schema, node: Schema) -> list[Schema]:
-    """Return the alternatives of a schema, in order."""
     node = resolve(schema, node)
     if isinstance(node.get("type"), list):
         return [node | {"type": kind} for kind in node["type"]]
@@ -152,10 +144,10 @@ def _forms(schema: Schema, node: Schema) -> list[Schema]:
 
 
 def forms_at(schema: Schema, path: KeyPath, data: Any) -> list[Schema]:
-    """Return the schemas that are allowed at the key `path`; none if the key is unknown.
+    """Schemas allowed at `path`.
 
     Args:
-        data: the profile; a check in a probe is recognized by its `kind`.
+        data: the profile; a check is recognized by its `kind`.
     """
     forms = [schema]
     for part in path:
@@ -184,7 +176,7 @@ def _fits(form: Schema, data: Any) -> bool:
 
 
 def choices(form: Schema) -> list[Any]:
-    """Return the values that a schema allows; empty if it has no such list."""
+    """Values that a schema lists."""
     return list(form.get("enum", [form["const"]] if "const" in form else []))
 
 
@@ -199,8 +191,7 @@ def phrases(forms: list[Schema], schema: Schema) -> str:
 
 
 def _phrase(form: Schema, schema: Schema) -> str:
-    """Describe the allowed values as a noun phrase: "a whole number from 1 to 65535", "one of: a,
-    b", "true or false"."""
+    """ "a whole number from 1 to 65535", "one of: a, b", "true or false"."""
     if known := choices(form):
         return f"one of: {', '.join(map(str, known))}"
     kind = form.get("type")
@@ -245,7 +236,6 @@ def _bounds(form: Schema) -> str:
 
 
 def step_into(node: Any, part: str | int) -> Any:
-    """Return the value below `node` at a key or index; None if there is none."""
     if isinstance(node, Mapping):
         return node.get(part)
     return (

@@ -1,8 +1,5 @@
-"""Placement of engines on the machines of [[node]] and on their GPUs. Pure functions.
-
-Nothing is refused here: an engine with too few GPUs left gets what is left, and `checks_nodes`
-reports it.
-"""
+"""Placement of engines on machines and their GPUs. Pure. Nothing is refused here;
+`cluster.checks` does."""
 
 from __future__ import annotations
 
@@ -11,57 +8,50 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 Machines = Mapping[str, int]
-"""GPUs of each machine by name, in order."""
+"""GPUs of each machine, in order."""
 
 
 class Seat(NamedTuple):
-    """A machine, and indices of its GPUs."""
-
     node: str
     gpus: list[int]
 
 
 @dataclass(frozen=True)
 class Want:
-    """Request of one [[vllm]] section."""
-
     hosts: Sequence[str]
-    """Machines that it may use."""
     each: int = 1
     """Workers of one engine, and its GPUs if there are any."""
     machines: int | None = None
-    """Machines of one engine, with an equal share of its workers; None: as few as have the GPUs."""
+    """Machines of one engine; None: as few as have the GPUs."""
     count: int | None = None
-    """Number of engines; None: as many as `gpus` suffice for."""
+    """Engines; None: as many as `gpus` suffice for."""
     gpus: Sequence[int] = ()
-    """GPU indices on each machine; empty: those that no other section names."""
+    """Indices on each machine; empty: those that no other section names."""
 
 
 def host_names(name: str, count: int) -> list[str]:
-    """Return the names of the machines of a [[node]]."""
     return [name, *(f"{name}-{number}" for number in range(2, count + 1))]
 
 
 def part_names(name: str, count: int) -> list[str]:
-    """Return the component names of an engine over several machines; the first, which serves, has
-    the engine's name."""
+    """Component names of an engine over several machines; the first, which serves, has the
+    engine's name."""
     return [name, *(f"{name}-node{number}" for number in range(2, count + 1))]
 
 
 def left_over(machines: Machines, host: str, taken: Mapping[str, Collection[int]]) -> list[int]:
-    """Return the GPUs of a machine that are not `taken`."""
+    """GPUs of a machine that are not `taken`."""
     return [gpu for gpu in range(machines.get(host, 0)) if gpu not in taken.get(host, ())]
 
 
 def seat_engines(
     wants: Sequence[Want], machines: Machines, named: Mapping[str, Collection[int]]
 ) -> list[list[list[Seat]]]:
-    """Return the engines of each want, each with its seats; no seats if nothing is left.
-
-    Engines are spread evenly. Those that name no GPUs take free ones in the order of `wants`.
+    """Engines of each want, each with its seats. Engines are spread evenly; those that name no GPUs
+    take free ones.
 
     Args:
-        named: GPUs by machine that a section names; those of `wants` are added.
+        named: machine -> GPUs that a section names.
     """
     # GPUs that are named anywhere are reserved first, whatever the order of the sections.
     taken = {host: set(gpus) for host, gpus in named.items()}
@@ -97,8 +87,7 @@ def _seats(want: Want, free: Mapping[str, list[int]]) -> list[list[Seat]]:
 
 
 def _fewest(workers: int, most: int, hosts: int) -> int:
-    """Return the smallest number of machines that each have GPUs for an equal share of the workers;
-    1 without enough GPUs."""
+    """Smallest number of machines with GPUs for an equal share of the workers."""
     fitting = (
         count for count in range(1, hosts + 1) if workers % count == 0 and workers // count <= most
     )

@@ -1,10 +1,5 @@
 """A profile as typed, strict sections: an unknown key is an error, and all problems are reported
-together.
-
-`load_profile` reads a path or a shipped profile with what it extends, applies `--set KEY=VALUE` and
-returns a `Profile`, or raises `UserError` with file, key, reason and fix of each problem. A profile
-holds what the user wants; `plan.py` derives the rest.
-"""
+together."""
 
 from __future__ import annotations
 
@@ -93,7 +88,7 @@ DERIVED_TRAINER_KEYS = {
     "atropos_url": "api.port",
     "seed": "seed",
 }
-"""Trainer fields that the plan derives, and the profile key to set instead."""
+"""Trainer field that the plan derives -> profile key to set instead."""
 
 
 MODE_SETTINGS: dict[str, dict[str, Any]] = {
@@ -110,14 +105,13 @@ READ_WORDS = {
     "lora_layer_indices",
     "lora_modules_to_save",
 }
-"""Trainer fields that also read text: "0.9 0.95", "20-31", "q_proj v_proj"."""
+"""Trainer fields that also read text: "0.9 0.95", "20-31"."""
 PAIRS = {"betas"}
-"""Trainer fields that are tuples, which TOML writes as lists."""
+"""Tuples, which TOML writes as lists."""
 
 
 def mistake(reason: str, fix: str, at: str = "") -> PydanticCustomError:
-    """Return the error that a validator raises. `at` is the position below the validated key, such
-    as `checks[0].url`."""
+    """Error that a validator raises; `at`: position below the validated key."""
     return PydanticCustomError("mistake", "{reason}", {"reason": reason, "fix": fix, "at": at})
 
 
@@ -199,21 +193,19 @@ Argv = Annotated[list[str], Field(min_length=1), AfterValidator(_argv)]
 HostName = Annotated[str, AfterValidator(_host)]
 Words = Annotated[str, Field(min_length=1), AfterValidator(_words)]
 SbatchOption = Annotated[Words, AfterValidator(_sbatch_option)]
-"""Option for a batch script: one printable line, because a second line would run as a command."""
+"""One printable line, because a second line would run as a command."""
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)")
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 MOST_RANKS = 64
-"""Limit for GPUs of one machine, and for GPUs that share one copy of a model."""
+"""GPUs of one machine, or that share one copy of a model."""
 MEETING_PORT = 29501
-"""Default of vLLM's own --master-port."""
+"""Default of vLLM's --master-port."""
 MOST_NODES = 1024
-"""Limit for the machines, the engines and the trainer ranks of a stack."""
+"""Machines, engines or trainer ranks of a stack."""
 
 
 class Section(BaseModel):
-    """Base class of every table of a profile."""
-
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
@@ -269,8 +261,6 @@ class ClusterSection(Section):
     account: Words | None = None
     """slurm: account that pays for the job."""
     sbatch: list[SbatchOption] = Field(default_factory=list)
-    """slurm: further sbatch options, such as "--qos=high", one an entry; GPU options apply to nodes
-    with GPUs."""
     requeue: bool = True
     """slurm: at the time limit or after a preemption the run saves, queues again and continues."""
     ssh: list[str] = Field(default_factory=list)
@@ -379,7 +369,7 @@ class EnvSection(ComponentOptions):
     @field_validator("args", mode="before")
     @classmethod
     def _flatten(cls, value: Any) -> Any:
-        """Accept both TOML tables (`env.group_size = 8` is one) and dotted strings."""
+        """Accept TOML tables and dotted strings."""
         return _flat(value) if isinstance(value, dict) else value
 
     @field_validator("args")
@@ -445,8 +435,7 @@ class EngineSection(ComponentOptions):
     """Further flags of vLLM without the leading dashes; `true` is a flag without a value."""
 
     def flag_key(self, name: str) -> str:
-        """Return the key in `args` that sets `--name`, in the user's spelling: vLLM reads
-        `max_num_seqs` as `max-num-seqs`."""
+        """Key in `args` that sets `--name`, in the user's spelling."""
         return next((key for key in self.args if key.replace("_", "-") == name), name)
 
     def flag(self, name: str) -> Scalar | None:
@@ -454,8 +443,8 @@ class EngineSection(ComponentOptions):
         return self.args.get(self.flag_key(name))
 
     def flag_number(self, name: str, default: int) -> int:
-        """Return `--name` as a whole number (1k is 1,000, 1K is 1,024), or `default` if it is not
-        one: vLLM reports that error itself."""
+        """`--name` as a whole number (1k is 1,000, 1K is 1,024), or `default`: vLLM reports the
+        error."""
         value = self.flag(name)
         match = None if isinstance(value, bool) else _NUMBER.fullmatch(str(value).strip())
         if match is None:
@@ -470,7 +459,7 @@ class EngineSection(ComponentOptions):
 
     @property
     def gpus_needed(self) -> int:
-        """GPUs of one engine with all its data-parallel copies."""
+        """GPUs of one engine with all data-parallel copies."""
         return self.gpus_per_copy * self.flag_number("data-parallel-size", 1)
 
     @property
@@ -485,8 +474,7 @@ class EngineSection(ComponentOptions):
         ]
 
     def seated(self, engines: list[list[Seat]]) -> list[tuple[EngineSection, list[Seat]]]:
-        """Return `engines` for several machines: each with its seats; `node` and `gpus` come from
-        its first seat."""
+        """`engines` with their seats; `node` and `gpus` come from the first."""
         return [
             (
                 self._one(
@@ -529,7 +517,6 @@ class TrainerSection(ComponentOptions):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Fields for `TrainingConfig`, unchecked."""
         return dict(self.model_extra or {})
 
 
@@ -667,18 +654,15 @@ class Profile(Section):
 
     @property
     def origins(self) -> Origins:
-        """File or `--set` that each key comes from."""
         return self._origins
 
     @property
     def is_spread(self) -> bool:
-        """True if the stack runs on several machines."""
         return self.cluster is not None and self.cluster.launcher != "local"
 
     @property
     def machines(self) -> dict[str, int]:
-        """GPUs of each machine by name, the supervisor's machine first; empty for a stack of one
-        machine."""
+        """GPUs of each machine, the supervisor's first; empty for one machine."""
         if not self.is_spread:
             return {}
         return {
@@ -686,8 +670,7 @@ class Profile(Section):
         }
 
     def hosts_named(self, node: str | None) -> list[str]:
-        """Return the machines that a `node` key means: all of a [[node]], or the one with that
-        name. None: the first machine. Empty if the name is unknown."""
+        """Machines that a `node` key means. None: the first. Empty if the name is unknown."""
         if node is None:
             return list(self.machines)[:1]
         group = next((group for group in self.node if group.name == node), None)
@@ -699,8 +682,7 @@ class Profile(Section):
 
     @property
     def seated(self) -> list[list[tuple[EngineSection, list[Seat]]]]:
-        """Servers of each [[vllm]], each as its own section with its seats; without seats on a
-        single machine."""
+        """Servers of each [[vllm]], each as its own section with its seats."""
         # `model_copy` copies the cache too: it is valid only for the same sections.
         read = (self.vllm, self.node, self.trainer, self.cluster)
         # Cached: with hundreds of machines it is computed hundreds of times otherwise. Kept in
@@ -733,13 +715,11 @@ class Profile(Section):
 
     @property
     def engines(self) -> list[EngineSection]:
-        """Every server, each as its own section."""
         return [engine for section in self.seated for engine, _ in section]
 
     @property
     def meeting_ports(self) -> dict[str, int]:
-        """Port on the first machine where the parts of an engine over several machines meet, by
-        engine name."""
+        """Engine -> port where its parts on several machines meet."""
         found: dict[str, int] = {}
         for section, made in zip(self.vllm, self.seated, strict=True):
             port = section.flag_number("master-port", MEETING_PORT)
@@ -752,7 +732,6 @@ class Profile(Section):
 
     @property
     def parts(self) -> dict[str, ComponentOptions]:
-        """Sections of all components but `prepare` steps, by key."""
         return {
             "api": self.api,
             **{f"env.{index}": part for index, part in enumerate(self.env)},
@@ -762,7 +741,6 @@ class Profile(Section):
         }
 
     def used_ports(self) -> list[tuple[str, int]]:
-        """Return every port of the profile with its key."""
         return [
             ("api.port", self.api.port),
             *(
@@ -783,12 +761,11 @@ class Profile(Section):
         ]
 
     def short_key(self, key: str) -> str:
-        """Shorten `vllm.0.port` to `vllm.port` if there is one [[vllm]]."""
+        """`vllm.0.port` becomes `vllm.port` if there is one [[vllm]]."""
         return key.replace("vllm.0.", "vllm.") if len(self.vllm) == 1 else key
 
     def section_of(self, component: str) -> str:
-        """Return the key of the section that describes a component: `env.0`, `component.x`,
-        `trainer`."""
+        """Key of a component's section: `env.0`, `component.x`, `trainer`."""
         for index, seated in enumerate(self.seated):
             if component in [
                 name for engine, seats in seated for name in part_names(engine.name, len(seats))
@@ -805,17 +782,17 @@ class Profile(Section):
 
 @cache
 def profile_schema() -> Schema:
-    """Return the JSON Schema of a profile file. The object is shared: do not change it."""
+    """Schema of a profile file. The object is shared: do not change it."""
     return build_schema(
         Profile, TrainingConfig, derived=set(DERIVED_TRAINER_KEYS), words=READ_WORDS
     )
 
 
 def load_profile(name_or_path: str, sets: Sequence[str] = ()) -> tuple[Profile, Path]:
-    """Find, read, merge, override and validate a profile. Return it and its file.
+    """Find, read, merge, override and validate a profile; return it and its file.
 
     Raises:
-        UserError: all problems of the file, whatever it holds.
+        UserError: all problems of the file.
     """
     if not name_or_path:
         raise refused(
@@ -835,11 +812,7 @@ def load_profile(name_or_path: str, sets: Sequence[str] = ()) -> tuple[Profile, 
 
 
 def parse_profile(data: dict[str, Any], file: str, origins: Origins | None = None) -> Profile:
-    """Validate each key. `checks` judges later how the keys fit together.
-
-    Args:
-        data: tables as `tomllib` returns them.
-        file: file name for problems that `origins` cannot place.
+    """Validate each key; `checks` judges later how they fit together.
 
     Raises:
         UserError: all problems.
@@ -867,7 +840,7 @@ def parse_profile(data: dict[str, Any], file: str, origins: Origins | None = Non
 
 
 def _unusable_texts(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str, str]]:
-    """Yield path, reason and fix of each text that cannot be passed to a program."""
+    """Texts that cannot be passed to a program."""
     for key, value in data.items() if isinstance(data, dict) else enumerate(data):
         here = (*path, key)
         if isinstance(value, dict | list):
@@ -886,7 +859,7 @@ def _unusable_texts(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, st
 
 
 def _trainer_problems(data: dict[str, Any], origins: Origins) -> list[Problem]:
-    """Return the problems that `TrainingConfig` finds in [trainer]. Types are strict, except for
+    """Problems that `TrainingConfig` finds in [trainer]. Types are strict, except for
     `READ_WORDS`."""
     section = data.get("trainer")
     if not isinstance(section, dict):

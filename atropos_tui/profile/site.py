@@ -1,5 +1,5 @@
-"""Facts that all builders of a run share: the needs of its mode, machines and addresses, which
-engines the trainer feeds, and the trainer's derived settings. Pure functions."""
+"""Facts that all builders of a run share: mode, machines, addresses, fed engines, trainer
+settings. Pure."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from trainer_core.config import TrainingConfig
 
 @dataclass(frozen=True)
 class ModeTraits:
-    """Needs of a mode. Every component builder reads them."""
+    """Needs of a mode."""
 
     shares_memory: bool = False
-    """The engine exports its weights, and the trainer attaches to them."""
+    """The trainer attaches to the engine's weights."""
     other_gpus: bool = False
     """Trainer and engine need separate GPUs."""
     feeds_all: bool = False
-    """The trainer feeds every engine with the stack's model, not only the first."""
+    """The trainer feeds every engine, not only the first."""
     updates_weights: bool = False
-    """The running engine receives whole models, from a folder or over the network."""
+    """The running engine receives whole models."""
     lora: bool = False
     """The trainer trains adapters, and the engine serves them."""
     holds_generation: bool = True
     """The engine answers no request until the trainer has published weights."""
     restarts_engine: bool = False
-    """The trainer restarts the engine every few steps, so its start must be fast."""
+    """The trainer restarts the engine every few steps."""
     trainer_follows_engine: bool = False
     """A restart of the engine restarts the trainer too."""
 
@@ -55,11 +55,8 @@ TRAITS: dict[Mode, ModeTraits] = {
 
 
 def traits_of(profile: Profile) -> ModeTraits:
-    """Return the needs of a profile's mode.
-
-    Adapters in single copy use the engine's memory. GPU memory must not disappear while the trainer
-    computes with it, so a restart of such an engine restarts the trainer too.
-    """
+    """Needs of a profile's mode. Adapters in single copy use the engine's memory, so its restart
+    restarts the trainer."""
     traits = TRAITS[profile.mode]
     if profile.trainer.command:  # another trainer never releases a held engine
         return replace(traits, holds_generation=False)
@@ -82,7 +79,7 @@ class Site:
     run: RunDir
     run_id: str
     variables: Mapping[str, str]
-    """Variables that are resolved while planning."""
+    """Resolved while planning."""
     dotenv: Mapping[str, str]
     """Values of `.env` files for references that stay until a process starts."""
     hosts: Hosts = field(default_factory=Hosts)
@@ -90,12 +87,10 @@ class Site:
 
     @property
     def traits(self) -> ModeTraits:
-        """Needs of the profile's mode."""
         return traits_of(self.profile)
 
     @property
     def model(self) -> str:
-        """Model of the stack, with known variables resolved."""
         return self.path(self.profile.model)
 
     def text(self, value: str) -> str:
@@ -103,16 +98,15 @@ class Site:
         return expand(value, self.variables)
 
     def path(self, value: str) -> str:
-        """Resolve a path or hub id as `text` does, and expand a leading `~`."""
+        """As `text`, with a leading `~` expanded."""
         return str(expand_home(text)) if (text := self.text(value)).startswith("~") else text
 
     def texts(self, values: list[str]) -> list[str]:
-        """Resolve several values."""
         return [self.text(value) for value in values]
 
     def address(self, node: str | None, dialled_from: Iterable[str | None]) -> str:
-        """Return the address that a server on `node` binds and its clients use: the loopback if all
-        clients, and the supervisor with its probes, are on the same machine."""
+        """Address that a server on `node` binds: the loopback if all clients and the supervisor
+        are on the same machine."""
         if node is None:
             return LOOPBACK
         own = self.hosts.node(node)
@@ -124,7 +118,6 @@ class Site:
 
     @property
     def api_address(self) -> str:
-        """Address of run-api."""
         profile = self.profile
         if not profile.is_spread or "host" in profile.api.model_fields_set:
             return profile.api.host
@@ -133,11 +126,9 @@ class Site:
 
     @property
     def api_url(self) -> str:
-        """URL of run-api for its clients."""
         return f"http://{in_url(self.api_address)}:{self.profile.api.port}"
 
     def engine_address(self, engine: EngineSection) -> str:
-        """Return the address of an engine of `profile.engines`."""
         return self._engine_addresses.get(engine.name, LOOPBACK)
 
     @cached_property
@@ -157,8 +148,7 @@ class Site:
 
     @cached_property
     def met_at(self) -> dict[str, str]:
-        """Variables with the meeting address of a broadcast if an engine is on another machine than
-        the trainer's first rank."""
+        """Variables with the meeting address of a broadcast to an engine on another machine."""
         node, *others = trainer_nodes(self.profile)
         if node is None or not self.traits.other_gpus:
             return {}
@@ -168,11 +158,9 @@ class Site:
         return {"MASTER_ADDR": own.address} if beyond else {}
 
     def engine_url(self, engine: EngineSection) -> str:
-        """Return an engine's URL for its clients."""
         return f"http://{in_url(self.engine_address(engine))}:{engine.port}"
 
     def place(self, node: str | None) -> Place | None:
-        """Return the place of components on `node`; None if the stack has one machine."""
         return place_of(self.profile, self.hosts, node) if node is not None else None
 
 
@@ -186,11 +174,7 @@ def make_site(
 ) -> Site:
     """Collect the facts about a run for planning.
 
-    A variable in the model's name must have a value in the environment or a `.env` file now; other
-    variables are resolved when a process starts.
-
-    Args:
-        hosts: machines of a profile for several; default: their names while they are not allocated.
+    A variable in the model's name must have a value now; others are resolved when a process starts.
     """
     outside = {**(dotenv or {}), **os.environ}
     models = [profile.model, *(engine.model or "" for engine in profile.vllm)]
@@ -210,19 +194,17 @@ def make_site(
 
 
 def in_url(address: str) -> str:
-    """Format an address for a URL."""
     return f"[{address}]" if ":" in address else address
 
 
 def meeting_address(site: Site, settings: TrainingConfig) -> str:
-    """Return the meeting address of a broadcast; a `${VAR}` reference if only the environment has
-    it."""
+    """A `${VAR}` reference if only the environment has it."""
     environment = {name: site.text(value) for name, value in site.profile.trainer.env.items()}
     return meeting_place(settings.init_method, site.met_at | environment)[0]
 
 
 def training_config(site: Site, *, grouped: bool = True) -> TrainingConfig:
-    """Return the trainer's settings with everything derived from the profile.
+    """The trainer's settings with everything derived.
 
     Args:
         grouped: pass on the group size, of which a batch must be a multiple.
@@ -262,20 +244,19 @@ def training_config(site: Site, *, grouped: bool = True) -> TrainingConfig:
 
 
 def group_size(profile: Profile) -> int | None:
-    """Return the group size if the profile sets the same for all environments; else None."""
+    """Group size, if the profile sets the same for all environments."""
     sizes = {env.args.get("env.group_size") for env in profile.env}
     size = sizes.pop() if len(sizes) == 1 else None
     return size if isinstance(size, int) else None
 
 
 def is_fed(site: Site, section: EngineSection) -> bool:
-    """Return True if the trainer feeds this engine; others keep the weights they started with."""
+    """The trainer feeds this engine."""
     return section.name in {each.name for each in fed_engines(site.profile)}
 
 
 def fed_sections(profile: Profile) -> dict[int, EngineSection]:
-    """Return the fed [[vllm]] sections by index: the first one, or in a mode that feeds all those
-    with the stack's model."""
+    """Fed [[vllm]] sections by index."""
     others = profile.vllm if traits_of(profile).feeds_all else []
     return {index: part for index, part in enumerate(others) if part.model is None} | {
         0: profile.vllm[0]
@@ -283,15 +264,14 @@ def fed_sections(profile: Profile) -> dict[int, EngineSection]:
 
 
 def longest_sequence(profile: Profile) -> int | None:
-    """Return the limit in tokens of a sequence from the fed engines; None if one of them uses its
-    model's limit."""
+    """Longest sequence of the fed engines in tokens; None if one uses its model's limit."""
     lengths = [section.max_model_len for section in fed_sections(profile).values()]
     stated = [length for length in lengths if length is not None]
     return max(stated) if len(stated) == len(lengths) else None
 
 
 def fed_engines(profile: Profile) -> list[EngineSection]:
-    """Return the engines that the trainer feeds: in a mode that feeds one, the first."""
+    """In a mode that feeds one engine, the first."""
     if not traits_of(profile).feeds_all:
         return profile.engines[:1]
     return [
@@ -300,18 +280,15 @@ def fed_engines(profile: Profile) -> list[EngineSection]:
 
 
 def engine_urls(site: Site) -> str:
-    """Return the OpenAI URLs of the fed engines, separated by spaces."""
     return " ".join(f"{site.engine_url(engine)}/v1" for engine in fed_engines(site.profile))
 
 
 def engine_model(site: Site, section: EngineSection) -> str:
-    """Return the model that an engine serves."""
     return site.path(section.model) if section.model else site.model
 
 
 def env_engines(profile: Profile, section: EnvSection) -> list[EngineSection]:
-    """Return the engines that generate an environment's rollouts: those that it names, or else all
-    fed ones."""
+    """Engines that an environment names, else all fed ones."""
     each = zip(profile.vllm, profile.seated, strict=True)
     named = [
         engine
@@ -323,14 +300,12 @@ def env_engines(profile: Profile, section: EnvSection) -> list[EngineSection]:
 
 
 def node_of(profile: Profile, node: str | None) -> str | None:
-    """Return the machine of a component that runs once, from its `node` key; None if the stack has
-    one machine."""
+    """Machine of a component that runs once; None if the stack has one machine."""
     return next(iter(profile.hosts_named(node)), None)
 
 
 def env_node(profile: Profile, env: EnvSection) -> str | None:
-    """Return the machine of an environment; environments on one [[node]] are spread over its
-    machines."""
+    """Machine of an environment; several on one [[node]] are spread over its machines."""
     # Round robin over the node's machines, in the order of the [[env]] tables.
     beside = [each.name for each in profile.env if each.node == env.node]
     hosts = profile.hosts_named(env.node)
@@ -338,16 +313,13 @@ def env_node(profile: Profile, env: EnvSection) -> str | None:
 
 
 def trainer_nodes(profile: Profile) -> list[str | None]:
-    """Return the trainer's machines, first the one of rank 0."""
+    """The trainer's machines, rank 0's first."""
     return [seat.node for seat in trainer_seats(profile)] or [None]
 
 
 def trainer_seats(profile: Profile) -> list[Seat]:
-    """Return the trainer's machines with its GPUs there; empty for a stack of one machine.
-
-    The GPUs are the engine's in single copy, else those that the profile names, else all that no
-    engine uses.
-    """
+    """The trainer's machines with its GPUs: the engine's in single copy, else those named, else
+    all that no engine uses."""
     hosts = profile.hosts_named(profile.trainer.node)
     if not profile.is_spread:
         return []
@@ -362,7 +334,7 @@ def trainer_seats(profile: Profile) -> list[Seat]:
 
 
 def trainer_gpus(profile: Profile) -> list[int]:
-    """Return the trainer's GPUs, machine by machine; in single copy the engine's."""
+    """The trainer's GPUs, machine by machine."""
     if profile.is_spread:
         return [gpu for seat in trainer_seats(profile) for gpu in seat.gpus]
     return profile.trainer.gpus or (
@@ -371,8 +343,7 @@ def trainer_gpus(profile: Profile) -> list[int]:
 
 
 def trainer_ranks(profile: Profile) -> int:
-    """Return the number of trainer ranks: one for each GPU if there are any, and at least one on
-    each machine."""
+    """One rank for each GPU, and at least one on each machine."""
     return (
         profile.trainer.processes or len(trainer_gpus(profile)) or len(trainer_seats(profile)) or 1
     )

@@ -10,11 +10,11 @@ from pathlib import Path
 
 LIBRARY = b"atroposlib"
 MOST_FILES = 50
-"""Limit of files that are followed from one file."""
+"""Files followed from one file."""
 
 
 def is_hostable(file: Path) -> bool:
-    """Return True if `file`, or a file around it that it imports, mentions atroposlib."""
+    """`file`, or a file around it that it imports, mentions atroposlib."""
     waiting, seen = [file], set[Path]()
     while waiting and len(seen) < MOST_FILES:
         source = waiting.pop()
@@ -28,11 +28,8 @@ def is_hostable(file: Path) -> bool:
 
 
 def names_in(file: Path, kind: type[ast.ClassDef] | type[ast.FunctionDef]) -> set[str] | None:
-    """Return the classes or functions at the top of `file`, and all imported and assigned names.
-
-    None if any name may exist: a star import, a definition below `if` or `try`, or a file that this
-    Python cannot parse.
-    """
+    """Names at the top of `file`; None if any may exist: a star import, or a definition below
+    `if` or `try`."""
     tree = _tree(file)
     found: set[str] = set()
     for node in tree.body if tree else []:
@@ -48,10 +45,8 @@ def names_in(file: Path, kind: type[ast.ClassDef] | type[ast.FunctionDef]) -> se
 
 
 def find_module(name: str, folders: list[str]) -> ModuleSpec | None:
-    """Find a module as `python -m` does: installed, or else in one of `folders`.
-
-    Nothing is imported, because that would run the packages around it.
-    """
+    """Find a module as `python -m` does. Nothing is imported: that would run the packages around
+    it."""
     first, *parts = name.split(".")
     try:
         spec = importlib.util.find_spec(first)
@@ -75,7 +70,6 @@ def _tree(file: Path) -> ast.Module | None:
 
 
 def _imported(file: Path) -> Iterator[Path]:
-    """Yield the files around `file` that its imports may mean."""
     for node in ast.walk(_tree(file) or ast.Module([], [])):
         if isinstance(node, ast.Import):
             names = [(0, alias.name) for alias in node.names]

@@ -1,7 +1,7 @@
-"""Complete description of a stack's components: the interface between planning and the supervisor.
+"""Complete description of a stack: the interface between planning and the supervisor.
 
-The supervisor reads only the `StackSpec`: no profile, no defaults, no mode. `${VAR}` in `command`,
-`env` and `cwd` stays a reference here; the supervisor resolves it when it spawns the process.
+No profile, no defaults, no mode. `${VAR}` stays a reference; the supervisor resolves it when it
+spawns the process.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def references(text: str) -> list[str]:
 
 
 class StackPart(BaseModel):
-    """Base class of every part of a stack: strict and frozen. Its validator is built on first use,
-    which keeps imports fast."""
+    """Strict and frozen part of a stack. Its validator is built on first use, which keeps
+    imports fast."""
 
     # A typo in a key is an error, and a started run cannot change its own description.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
@@ -365,7 +365,6 @@ class StackSpec(StackPart):
     """The machines, the supervisor's own first; empty for a stack of one machine."""
 
     def component(self, name: str) -> ComponentSpec | None:
-        """Return the component of that name; None if there is none."""
         return next((c for c in self.components if c.name == name), None)
 
 
@@ -424,7 +423,6 @@ def dependency_faults(stack: StackSpec) -> list[Problem]:
 
 
 def reached(start: str, leads_to: Mapping[str, Collection[str]]) -> set[str]:
-    """Return every name that is reachable from `start`."""
     found: set[str] = set()
     open_ = [start]
     while open_:

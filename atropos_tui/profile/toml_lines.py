@@ -1,7 +1,6 @@
-"""Line numbers of a profile's keys, and plain reasons for text that is not TOML. Opens no file.
+"""Line numbers of a profile's keys, and plain reasons for text that is not TOML.
 
-`tomllib` returns values without positions, so the text is split into statements (a table header, or
-a key with its value) and each is parsed alone. This happens only when a problem is reported.
+`tomllib` returns no positions, so each statement is parsed alone, only when a problem is reported.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 from atropos_tui.profile.schema import KeyPath
 
 MAX_STATEMENT_LINES = 200
-"""Limit of lines of one value; keys after a longer one get no line number."""
+"""Lines of one value; keys after a longer one get no line number."""
 _POSITION = re.compile(r"\s*\(at (?:line (\d+), column (\d+)|end of document)\)$")
 _YAML = re.compile(r"\s*(?:- |---\s*$|[\w.-]+:(?:\s|$))")
 _OTHER_WORDS = {
@@ -26,7 +25,7 @@ _OTHER_WORDS = {
     "on": "true",
     "off": "false",
 }
-"""Booleans of other languages, and how TOML writes them."""
+"""Booleans of other languages -> TOML."""
 _NOTHING = ("None", "null", "nil", "~")
 
 
@@ -43,8 +42,7 @@ class Statement:
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
-    """Return the line of each key and table. Environment flags are split at their dots, as `load`
-    nests them."""
+    """Line of each key and table; environment flags are split at their dots."""
     lines: dict[KeyPath, int] = {}
     for statement in statements(text):
         lines.setdefault(_nested(statement.path), statement.line)
@@ -52,11 +50,7 @@ def key_lines(text: str) -> dict[KeyPath, int]:
 
 
 def line_of(lines: dict[KeyPath, int], path: KeyPath) -> int | None:
-    """Return the line of `path`, or else of the nearest table around it; None if neither is in the
-    file.
-
-    `path` may contain the index 0 of a section that the file writes once, as `[env]`.
-    """
+    """Line of `path`, else of the nearest table around it."""
     # From the key itself outwards: a missing key is reported at its table.
     for length in range(len(path), 0, -1):
         here = path[:length]
@@ -67,8 +61,7 @@ def line_of(lines: dict[KeyPath, int], path: KeyPath) -> int | None:
 
 
 def statements(text: str) -> Iterator[Statement]:
-    """Yield the statements in order, up to the first one that does not parse or exceeds
-    `MAX_STATEMENT_LINES`."""
+    """Statements in order, up to the first that does not parse or is too long."""
     rows = text.splitlines()
     table: KeyPath = ()
     counts: dict[KeyPath, int] = {}
@@ -92,8 +85,7 @@ def statements(text: str) -> Iterator[Statement]:
 
 
 def _parse_from(rows: list[str], start: int) -> tuple[dict[str, Any], int] | None:
-    """Return the data of the statement that begins at `start`, and the index of the row after
-    it."""
+    """Data of the statement that begins at `start`, and the index of the row after it."""
     # A value may span lines, so rows are added until the text parses.
     for end in range(start + 1, min(len(rows), start + MAX_STATEMENT_LINES) + 1):
         try:
@@ -104,7 +96,7 @@ def _parse_from(rows: list[str], start: int) -> tuple[dict[str, Any], int] | Non
 
 
 def _path_of(data: Any) -> tuple[str, ...]:
-    """Return the keys down to the innermost table or value; each level has one."""
+    """Keys down to the innermost table or value."""
     path: tuple[str, ...] = ()
     while isinstance(data, dict) and data:
         ((key, data),) = data.items()
@@ -113,7 +105,7 @@ def _path_of(data: Any) -> tuple[str, ...]:
 
 
 def _written_path(row: str, data: dict[str, Any]) -> tuple[str, ...]:
-    """Return the keys of `a.b = value`, without the keys of an inline table."""
+    """Keys of `a.b = value`, without those of an inline table."""
     try:
         # The key alone, with a value that is no table.
         return _path_of(tomllib.loads(f"{row.partition('=')[0]} = 0"))
@@ -122,7 +114,7 @@ def _written_path(row: str, data: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _indexed(path: tuple[str, ...], counts: dict[KeyPath, int], *, is_entry: bool) -> KeyPath:
-    """Return the path of a header, with the index of each `[[list]]` that contains it."""
+    """Path of a header, with the index of each `[[list]]` around it."""
     full: KeyPath = ()
     for depth, key in enumerate(path, 1):
         full += (key,)
@@ -141,7 +133,7 @@ def _nested(path: KeyPath) -> KeyPath:
 
 
 def why_not_toml(text: str, error: ValueError) -> tuple[str, str, int | None]:
-    """Return reason, fix and line for text that `tomllib` refused with `error`."""
+    """Reason, fix and line for text that `tomllib` refused."""
     message = str(error)
     position = _POSITION.search(message)
     rows = text.splitlines()

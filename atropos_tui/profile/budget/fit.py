@@ -1,10 +1,8 @@
-"""Search for settings with which a stack fits its GPUs, and the meaning of `memory = auto | speed |
-fit`.
+"""Settings with which a stack fits its GPUs, and the meaning of `memory = auto | speed | fit`.
 
-Every setting that trades speed or precision for memory has a cost: the factor by which a step
-becomes slower. `nearest` tries combinations in the order of their cost against the budget that
-`plan` shows; it is a pure function. `settle` writes the result into the profile, so that all later
-code sees plain settings.
+Every setting that trades speed for memory has a cost, the factor by which a step becomes slower.
+`nearest` tries combinations in the order of their cost; it is pure. `settle` writes the result into
+the profile.
 """
 
 from __future__ import annotations
@@ -33,28 +31,26 @@ from atropos_tui.profile.site import (
 from trainer_core.config import TrainingConfig, sharding_contradictions
 
 SLACK = 0.03
-"""Share of a GPU that a proposed combination leaves free, because an allocator cannot use every
-gap."""
+"""Free share of a GPU: an allocator cannot use every gap."""
 FEWEST_TOKENS = 2048
-"""Lower limit of tokens in a proposed forward pass; shorter rows leave a GPU idle."""
+"""Smallest proposed forward pass in tokens."""
 SEQUENCES = {64: 1.02, 32: 1.08, 16: 1.2, 8: 1.4, 4: 1.8, 2: 2.5}
-"""Cost of a KV cache, by the number of longest sequences that it holds."""
+"""Longest sequences that a KV cache holds -> cost."""
 MORE_GPUS = 1.25
-"""Cost of idle GPUs, so that almost free settings come first."""
+"""Cost of idle GPUs."""
 LAST = 100.0
-"""Cost of a change of precision or of the trained parameters: only if nothing else fits."""
+"""Cost of a change of precision or of the trained parameters."""
 Setting = tuple[str, Any]
-"""Profile key (`trainer.optimizer`) and its value."""
+"""Profile key and value."""
 OPTIMIZERS = {"adamw": 1.0, "adamw_8bit": 1.08, "adafactor": 1.3}
-"""Cost by optimizer, measured with 1.7 billion parameters on an H200. Adafactor keeps no
-momentum."""
+"""Cost by optimizer, measured with 1.7 billion parameters on an H200."""
 MASTERS = {"fp32": 1.0, "kahan": 1.03, "stochastic": 1.06}
-"""Cost by kind of master weights; `stochastic` needs bfloat16."""
+"""Cost by kind of master weights."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """Settings that belong together, and their cost; an empty option changes nothing."""
+    """Settings that belong together; an empty option changes nothing."""
 
     settings: tuple[Setting, ...] = ()
     cost: float = 1.0
@@ -65,14 +61,13 @@ class Fit:
     """Settings with which the whole stack fits."""
 
     settings: dict[str, Any]
-    """Values by profile key; empty: the profile fits as it is."""
+    """Profile key -> value; empty: the profile fits as it is."""
     cost: float
     """Factor by which a step becomes slower, roughly."""
     budget: Budget
 
     @property
     def lines(self) -> list[str]:
-        """Settings as lines of a profile, ready to paste."""
         tables: dict[str, list[str]] = {}
         for key, value in self.settings.items():
             table, _, name = key.rpartition(".")
@@ -82,20 +77,17 @@ class Fit:
 
     @property
     def text(self) -> str:
-        """Settings on one line."""
         return ", ".join(f"{key} = {toml(value)}" for key, value in self.settings.items())
 
 
 def toml(value: Any) -> str:
-    """Format a value as TOML on one line."""
     if isinstance(value, list):
         return f"[{', '.join(map(toml, value))}]"
     return tomli_w.dumps({"v": value}).removeprefix("v = ").rstrip("\n")
 
 
 def fits(budget: Budget, slack: float = 0.0) -> bool:
-    """Return True if every device with a known total has enough memory, and every engine can
-    start."""
+    """True if every device with a known total has enough memory, and every engine can start."""
     # Devices without a known total are assumed to be large enough.
     known = [device for device in budget.devices if device.total is not None]
     return not budget.too_small_caches and all(
@@ -108,9 +100,8 @@ def nearest(
 ) -> list[Fit]:
     """Return up to `most` of the cheapest combinations that fit.
 
-    A combination that contains all settings of a cheaper one is left out. If all of them cost
-    precision, LoRA adapters are tried too. Empty: nothing fits, or the model or the GPUs are
-    unknown.
+    If all of them cost precision, LoRA adapters are tried too. Empty: nothing fits, or model or
+    GPUs are unknown.
 
     Args:
         fixed: keys that keep their values.
@@ -133,7 +124,7 @@ def nearest(
 
 
 def on_gpus(profile: Profile, settings: TrainingConfig, inventory: Inventory) -> bool:
-    """Return True if the trainer runs on GPUs whose memory is known."""
+    """The trainer runs on GPUs whose memory is known."""
     if profile.is_spread:
         return False  # machines may differ, and none of their GPUs are known
     names = memory.trainer_devices(profile, settings, inventory.machine)
@@ -215,8 +206,7 @@ def with_settings(profile: Profile, chosen: Mapping[str, Any]) -> Profile:
 def _ladders(
     site: Site, settings: TrainingConfig, model: Model, inventory: Inventory
 ) -> list[list[Option]]:
-    """Return the options, one list for each kind of setting; a combination takes one option of each
-    list."""
+    """One list of options for each kind of setting; a combination takes one of each."""
     # float32 weights and adapters have no separate masters.
     half = memory.dtype_bytes(settings.dtype, model) < 4 and not settings.trains_adapters
     # Options that this machine or this dtype cannot run are left out.
@@ -238,8 +228,7 @@ def _ladders(
 
 
 def _more_gpus(profile: Profile, model: Model, inventory: Inventory) -> list[Option]:
-    """Return options with idle GPUs: more ranks of the trainer, or in single copy a larger
-    tensor-parallel engine."""
+    """Idle GPUs: more trainer ranks, or in single copy a larger tensor-parallel engine."""
     engine, there = profile.vllm[0], range(len(inventory.machine.gpus))
     # Separate GPUs: give the trainer all idle ones, if its own are among them.
     if not traits_of(profile).shares_memory:
@@ -267,8 +256,7 @@ def _more_gpus(profile: Profile, model: Model, inventory: Inventory) -> list[Opt
 
 
 def _leaner(key: str, now: str, costs: Mapping[str, float], without: str) -> list[Option]:
-    """Return the values of a trainer setting that use less memory than `now`, except the value
-    `without`."""
+    """Values that use less memory than `now`, except `without`."""
     return [
         Option(((f"trainer.{key}", name),), cost)
         for name, cost in costs.items()
@@ -305,7 +293,7 @@ def _passes(profile: Profile, settings: TrainingConfig) -> list[Option]:
 def _caches(
     site: Site, settings: TrainingConfig, model: Model, inventory: Inventory
 ) -> list[Option]:
-    """Return options with a smaller KV cache, if the engine shares the trainer's GPU."""
+    """Smaller KV caches, if the engine shares the trainer's GPU."""
     engine = site.profile.vllm[0]
     names = memory.engine_devices(engine, inventory.machine)
     if not set(names) & set(memory.trainer_devices(site.profile, settings, inventory.machine)):
@@ -338,7 +326,7 @@ def _cache_setting(engine: EngineSection, size: int, share: float) -> Setting:
 
 
 def _with_adapters(site: Site, settings: TrainingConfig, inventory: Inventory) -> list[Fit]:
-    """Return a fit with LoRA adapters, in single copy if the profile uses it, or an empty list."""
+    """A fit with LoRA adapters, in single copy if the profile uses it."""
     if traits_of(site.profile).lora or (
         site.profile.vllm[0].tensor_parallel > 1 and site.traits.shares_memory
     ):
@@ -372,17 +360,15 @@ def _with_adapters(site: Site, settings: TrainingConfig, inventory: Inventory) -
 KEPT_BY_A_RESUME = frozenset(
     {"trainer.optimizer", "trainer.master_weights", "trainer.gradient_dtype"}
 )
-"""Keys whose state a checkpoint holds: a resumed run keeps them."""
+"""Keys whose state a checkpoint holds."""
 
 
 def settle(site: Site, inventory: Inventory, *, resumed: bool = False) -> tuple[Site, str]:
-    """Apply the `memory` key of a profile.
-
-    Keys that the profile sets and the mode stay; a `resumed` run also keeps `KEPT_BY_A_RESUME`.
+    """Apply the `memory` key of a profile. Keys that the profile sets stay; a `resumed` run also
+    keeps `KEPT_BY_A_RESUME`.
 
     Returns:
-        The site with the chosen settings, and one line that says what was chosen and why; the line
-        is empty if there is no choice: on a CPU, or if the model or the GPUs are unknown.
+        The site, and what was chosen and why; empty if there is no choice.
     """
     profile = site.profile
     try:
@@ -424,7 +410,7 @@ def settle(site: Site, inventory: Inventory, *, resumed: bool = False) -> tuple[
 
 
 def _lean(settings: TrainingConfig, fixed: set[str]) -> dict[str, Any]:
-    """Return the settings that save GPU memory and keep the arithmetic."""
+    """Settings that save GPU memory and keep the arithmetic."""
     lean = {
         "gradient_checkpointing": "on",
         "activation_offload": True,
@@ -440,7 +426,6 @@ def _lean(settings: TrainingConfig, fixed: set[str]) -> dict[str, Any]:
 
 
 def lack(budget: Budget) -> str:
-    """Describe how much memory each device lacks; empty if all fits."""
     missing = [
         f"{device.name} {'lack' if device.name.startswith('GPUs') else 'lacks'} "
         f"{memory.size_text(device.wanted - device.total)} of {memory.size_text(device.wanted)}"
@@ -451,8 +436,6 @@ def lack(budget: Budget) -> str:
 
 
 def advice(site: Site, inventory: Inventory) -> list[str]:
-    """Return advice for a stack that does not fit: the nearest settings that do, as lines of a
-    profile, or that there are none."""
     if not (missing := lack(memory.site_budget(site, inventory))):
         return []
     found = nearest(site, inventory)
@@ -483,8 +466,7 @@ def _gpus_wanted(site: Site, inventory: Inventory) -> str:
     kind, first = machine.gpus[site.profile.trainer.gpus[0]], len(machine.gpus)
 
     def needed(chosen: Mapping[str, Any]) -> int | None:
-        """Return the number of GPUs that suffice if they are otherwise empty; None: more than
-        `MOST_RANKS`."""
+        """Number of GPUs that suffice if they are otherwise empty; None: more than `MOST_RANKS`."""
         # The added GPUs are of the trainer's own kind, and hold nothing else.
         for count in range(1, MOST_RANKS + 1):
             more = replace(
@@ -517,7 +499,7 @@ def _gpus_wanted(site: Site, inventory: Inventory) -> str:
 
 
 def room(budget: Budget) -> str:
-    """Describe the used and the total memory of each device."""
+    """Used and total memory of each device."""
     known = [device for device in memory.alike(budget.devices) if device.total is not None]
     return ", ".join(
         f"{d.name}: {memory.size_text(d.wanted)} of {memory.size_text(d.total or 0)}" for d in known
@@ -528,8 +510,7 @@ KEY = "inference_gpus"
 
 
 def split_gpus(profile: Profile, machine: Hardware) -> Profile | Problem:
-    """Replace `inference_gpus` by `gpus` of engine and trainer; a Problem if the GPUs cannot be
-    divided."""
+    """Replace `inference_gpus` by `gpus` of engine and trainer."""
     wanted, there, engine = profile.inference_gpus or 0, len(machine.gpus), profile.vllm[0]
     if not traits_of(profile).feeds_all:
         fix = f'remove it and set vllm.gpus, or use mode = "broadcast" (now "{profile.mode}")'
@@ -573,7 +554,6 @@ def split_gpus(profile: Profile, machine: Hardware) -> Profile | Problem:
 
 
 def split_text(profile: Profile, divided: Profile) -> str:
-    """Describe the division on one line."""
     engines, trainer = divided.vllm[0].gpus, divided.trainer.gpus
     return (
         f"{KEY} = {profile.inference_gpus}: {len(divided.engines)} x engine on {engines}, the "

@@ -1,7 +1,7 @@
 """GPUs and host memory: of this machine, or by name for another one.
 
-read_machine()                     # from NVML and the host
-named_machine("8xH100")            # also 2xH200, 1xA100-40GB, 4x80GB, 2xH200,1xL40S
+read_machine()            # from NVML and the host
+named_machine("8xH100")   # also 2xH200, 1xA100-40GB, 4x80GB, 2xH200,1xL40S
 """
 
 from __future__ import annotations
@@ -21,24 +21,22 @@ _SIZE = re.compile(r"(?:(?P<name>.+)-)?(?P<size>\d{1,4})\s*GI?B", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU; `total` is its memory in bytes."""
-
     name: str
     total: int
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """GPUs by index, and the host's memory in bytes (None: unknown)."""
+    """GPUs by index, and the host's memory in bytes."""
 
     gpus: tuple[Gpu, ...]
     host: int | None
     is_here: bool = True
-    """True for the machine that this process runs on."""
+    """The machine that this process runs on."""
 
 
 def read_machine() -> Hardware:
-    """Return this machine: no GPUs without a driver; within a SLURM job only the job's GPUs."""
+    """No GPUs without a driver; within a SLURM job only the job's."""
     try:
         gpus = tuple(Gpu(card.name, card.total) for card in Nvml(given_here()).read())
     except Exception:  # NVML has one error class for each cause; all mean that no GPU is usable
@@ -47,10 +45,10 @@ def read_machine() -> Hardware:
 
 
 def named_machine(text: str) -> Hardware:
-    """Return the machine that `--gpus` names.
+    """The machine that `--gpus` names.
 
     Raises:
-        ValueError: the GPU is unknown; the message lists the known ones.
+        ValueError: unknown GPU; the message lists the known ones.
     """
     gpus: list[Gpu] = []
     for part in text.split(","):
@@ -65,7 +63,6 @@ EXAMPLES = "8xH100, 2xH200, 1xA100-40GB, or by size as 4x80GB"
 
 
 def _gpu(text: str) -> Gpu:
-    """Return one GPU from a name, a name with a size, or a size alone."""
     name = re.sub(r"[\s_-]+", "-", text.strip()).upper().removeprefix("NVIDIA-")
     if name in GPU_MEMORY:
         return Gpu(name, GPU_MEMORY[name] * 1024**2)

@@ -1,13 +1,9 @@
-"""The memory budget of a stack before it starts, for this machine or any other (`hardware.py`).
+"""The memory budget of a stack before it starts.
 
-`take_inventory` looks at the machine; the budget is a pure function of it. Weights, gradients,
-master weights, optimizer state and vLLM's share of a GPU are exact for each tensor. Activations,
-CUDA graphs and contexts are estimates, and the output shows the formula for activations.
-
-Bytes are per device. Shared tensors are divided evenly: the engine's by tensor parallelism, the
-trainer's by its ranks (FSDP2: each rank holds its rows of every parameter and gathers one layer
-while it computes). In single copy the weights count once, on the engine; offloaded tensors count on
-the host. docs/benchmarks.md, "What plan says", compares the budget with measurements.
+`take_inventory` looks at the machine; the budget is a pure function of it. Bytes are per device.
+Weights, gradients, master weights, optimizer state and vLLM's share are exact for each tensor;
+activations, CUDA graphs and contexts are estimates. Shared tensors are divided evenly over
+tensor-parallel GPUs or FSDP2 ranks. In single copy the weights count once, on the engine.
 """
 
 from __future__ import annotations
@@ -44,38 +40,33 @@ HOST = "host"
 VLLM_FRACTION = 0.92
 """Default of vLLM's gpu_memory_utilization."""
 CONTEXT = 750 * 1024**2
-"""Bytes of a process's CUDA context and libraries; 0.73 GiB on an H200."""
+"""CUDA context and libraries of a process, in bytes."""
 GRAPH = 512 * 1024
-"""Bytes of one CUDA graph for one batch size and layer: about 0.8 GiB for the 51 sizes of a model
-with 32 layers."""
+"""Bytes of one CUDA graph for one batch size and layer."""
 LONG_ROW = 16_384
-"""Sequence length in tokens from which the notes mention sharing rows among ranks."""
+"""Sequence length from which the notes mention sharing rows among ranks."""
 LARGE_MODEL = 100_000_000
-"""Parameters from which the trainer compiles on a GPU; the same as in
-trainer_core/policy/speed.py."""
+"""Parameters from which the trainer compiles on a GPU, as in trainer_core/policy/speed.py."""
 MASTERS = {"fp32": "float32", "kahan": "what rounding lost"}
-"""Extra copies that each `master_weights` setting keeps, for display."""
+"""Extra copies of each `master_weights` setting, for display."""
 _BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """The machine, and by [[vllm]] name the model it serves, or the reason why the model is
-    unknown."""
+    """The machine, and each engine's model or the reason why it is unknown."""
 
     machine: Hardware
     models: dict[str, Model | str]
     has_eight_bit: bool = True
-    """The package of the 8-bit optimizer is installed; assumed for another machine."""
+    """The 8-bit optimizer's package is installed; assumed for another machine."""
 
 
 def gpu_count() -> int:
-    """Return the number of NVIDIA GPUs that the driver shows; 0 without a driver."""
     return len(read_machine().gpus)
 
 
 def take_inventory(site: Site, machine: Hardware | None = None) -> Inventory:
-    """Return the inventory for a profile: of this machine, or of `machine`."""
     names = {section.name: engine_model(site, section) for section in site.profile.vllm}
     known = {name: read_model(name) for name in set(names.values())}
     for step in site.profile.prepare:
@@ -92,8 +83,6 @@ def take_inventory(site: Site, machine: Hardware | None = None) -> Inventory:
 
 @dataclass(frozen=True)
 class Item:
-    """Bytes of one component on one device; None if unknown."""
-
     component: str
     what: str
     bytes: int | None
@@ -108,17 +97,16 @@ class Device:
     name: str
     model: str = ""
     total: int | None = None
-    """Bytes; None for a GPU that this machine does not have."""
     items: list[Item] = field(default_factory=list)
 
     @property
     def wanted(self) -> int:
-        """Bytes that all components request together, as far as they are known."""
+        """Bytes that all components request, as far as known."""
         return sum(item.bytes or 0 for item in self.items)
 
     @property
     def certain(self) -> int:
-        """`wanted` without estimates, but with all that vLLM reserves."""
+        """`wanted` without estimates, with all that vLLM reserves."""
         return sum(
             item.bytes or 0
             for item in self.items
@@ -127,7 +115,7 @@ class Device:
 
     @property
     def is_too_small(self) -> bool:
-        """True if the device is too small even without activations."""
+        """Too small even without activations."""
         return self.total is not None and self.certain > self.total
 
 
@@ -139,8 +127,7 @@ class Budget:
     notes: list[str]
     warnings: list[str]
     too_small_caches: list[str]
-    """Warnings about engines that cannot start because their KV cache does not hold one
-    sequence."""
+    """Engines whose KV cache does not hold one sequence."""
 
 
 def make_budget(
@@ -149,9 +136,8 @@ def make_budget(
     """Return the budget of a profile.
 
     Args:
-        settings: the trainer's settings, with everything derived.
-        models: by [[vllm]] name the model it serves, or the reason why it is unknown.
-        machine: this machine, or any other.
+        settings: the trainer's, with everything derived.
+        models: engine name -> model, or the reason why it is unknown.
     """
     builder = _Builder(profile, settings, machine)
     # Engines first: the trainer's activations fill what engines leave on a shared GPU.
@@ -184,8 +170,8 @@ def make_budget(
 
 
 def alike(devices: list[Device]) -> list[Device]:
-    """Merge devices with equal contents into one with all names; across machines also those whose
-    engines differ only in their number."""
+    """Merge devices with equal contents; across machines also engines that differ only in their
+    number."""
     found = []
     for _, group in groupby(devices, _contents):
         first, *others = group
@@ -200,8 +186,7 @@ def alike(devices: list[Device]) -> list[Device]:
 
 
 def _contents(device: Device) -> tuple[int | None, list[Item]]:
-    """Return what a device has and holds, as a key for `alike`: without engine numbers if there are
-    several machines."""
+    """Key for `alike`: without engine numbers if there are several machines."""
     if device.name == HOST or device.name.startswith("GPU "):
         return device.total, device.items
     return device.total, [
@@ -213,35 +198,31 @@ _NUMBER = re.compile(r"-\d+$")
 
 
 def is_host(name: str) -> bool:
-    """Return True if the device of that name is a host's memory."""
     return name == HOST or name.endswith(f" {HOST}")
 
 
 def host_of(name: str) -> str:
-    """Return the name of a device's host."""
     return name if is_host(name) else name.rpartition("GPU")[0] + HOST
 
 
 def seat_devices(seats: Sequence[Seat]) -> list[str]:
-    """Return the GPUs of several machines, or the machines themselves if no GPUs are used."""
+    """GPUs of several machines, or the machines if no GPUs are used."""
     gpus = [f"{seat.node} GPU {gpu}" for seat in seats for gpu in seat.gpus]
     return gpus or [f"{seat.node} {HOST}" for seat in seats]
 
 
 def site_budget(site: Site, inventory: Inventory) -> Budget:
-    """Return the budget of a site on the machine of `inventory`."""
     return make_budget(site.profile, training_config(site), inventory.models, inventory.machine)
 
 
 def engine_devices(section: EngineSection, machine: Hardware) -> list[str]:
-    """Return the devices of an engine: its GPUs, else the first ones that it sees, else the
-    host."""
+    """An engine's GPUs, else the first ones that it sees, else the host."""
     indices = section.gpus or (range(section.gpus_per_copy) if machine.gpus else [])
     return [f"GPU {index}" for index in indices] or [HOST]
 
 
 def trainer_devices(profile: Profile, settings: TrainingConfig, machine: Hardware) -> list[str]:
-    """Return the devices of the trainer's own memory; in single copy the engine's."""
+    """Devices of the trainer's own memory; in single copy the engine's."""
     if profile.is_spread:
         seats = trainer_seats(profile)
         return seat_devices(
@@ -257,8 +238,6 @@ def trainer_devices(profile: Profile, settings: TrainingConfig, machine: Hardwar
 
 
 class _Builder:
-    """Collector of items by device."""
-
     def __init__(self, profile: Profile, settings: TrainingConfig, machine: Hardware) -> None:
         self.profile, self.settings, self.machine = profile, settings, machine
         self.traits = traits_of(profile)
@@ -288,8 +267,7 @@ class _Builder:
             self.device(name).items.append(Item(component, what, size, note, **more))
 
     def engine(self, section: EngineSection, model: Model, seats: Sequence[Seat] = ()) -> None:
-        """Add weights, vLLM's working memory, and the KV cache that fills the rest of its share of
-        the device."""
+        """Add weights, vLLM's working memory, and the KV cache that fills the rest."""
         names = seat_devices(seats) if seats else engine_devices(section, self.machine)
         fed = section.name in self.fed
         width = dtype_bytes(section.dtype or self.settings.dtype, model)
@@ -441,8 +419,8 @@ class _Builder:
         self._activations(names, model, trained, step)
 
     def _activations(self, names: list[str], model: Model, trained: Shapes, step: int) -> None:
-        """Add the larger of a pass's activations and the optimizer step's temporaries, which never
-        exist together."""
+        """Add the larger of a pass's activations and the optimizer step's temporaries, which
+        never coexist."""
         settings, on_gpu, dimensions = (
             self.settings,
             not is_host(names[0]),
@@ -485,8 +463,8 @@ class _Builder:
                 )
 
     def _of_a_rank(self, model: Model, ranks: int) -> Dimensions:
-        """Return the dimensions that one rank computes. With tensor parallelism: its heads, its
-        part of each MLP and of the vocabulary, and whole hidden states."""
+        """Dimensions that one rank computes: with tensor parallelism its heads, its part of each
+        MLP and of the vocabulary."""
         whole = model.dimensions
         if ranks == 1 or not self.traits.shares_memory:
             return whole
@@ -501,13 +479,7 @@ class _Builder:
     def _kept(
         self, names: list[str], model: Model, trained: Shapes, dimensions: Dimensions
     ) -> Callable[[int], model_math.Activations]:
-        """Return the activations of a training pass as a function of the number of checkpointed
-        layers.
-
-        Args:
-            trained: shapes of the trained tensors, adapters included.
-            dimensions: what one rank computes.
-        """
+        """Activations of a pass as a function of the number of checkpointed layers."""
         settings, ranks, on_gpu = self.settings, len(names), not is_host(names[0])
         largest = largest_of(trained) // ranks
         if ranks > 1 and not self.traits.shares_memory:
@@ -536,17 +508,15 @@ class _Builder:
 
 
 def _rows_are_masters(settings: TrainingConfig) -> bool:
-    """Return True if a rank's rows are float32, so that no separate masters exist
-    (trainer_core/policy/sharding)."""
+    """A rank's rows are float32, so no separate masters exist."""
     # Any other setting needs half-precision rows with separate masters.
     plain = settings.master_weights == "fp32" and settings.gradient_dtype == "float32"
     return plain and not settings.optimizer_offload
 
 
 def gathered_bytes(model: Model, width: int, *, trains: bool) -> tuple[int, str]:
-    """Return the bytes that a rank gathers temporarily, and the formula: two layers (the current
-    and the next one) with embeddings and head; for training also one layer's gradient in its own
-    type and in float32."""
+    """Bytes that a rank gathers temporarily, and the formula: two layers with embeddings and
+    head; for training also one layer's gradient in its own type and in float32."""
     # Parameters of each layer; "" collects the embeddings, the final norm and the head.
     layers: Counter[str] = Counter()
     for name, shape in model.shapes.items():
@@ -563,13 +533,11 @@ def gathered_bytes(model: Model, width: int, *, trains: bool) -> tuple[int, str]
 
 
 def largest_of(shapes: Shapes) -> int:
-    """Return the parameters of the largest tensor; 0 if there is none."""
     return max(map(math.prod, shapes.values()), default=0)
 
 
 def graph_sizes(section: EngineSection, *, restarted: bool) -> int:
-    """Return the number of batch sizes for which vLLM captures CUDA graphs: fewer for an engine
-    that restarts often, 0 if it captures none."""
+    """Batch sizes for which vLLM captures CUDA graphs: fewer for an engine that restarts often."""
     if section.flag("enforce-eager"):
         return 0
     most = section.flag_number("max-cudagraph-capture-size", 512)
@@ -582,7 +550,7 @@ def graph_sizes(section: EngineSection, *, restarted: bool) -> int:
 
 
 def overflow(device: Device, profile: Profile, settings: TrainingConfig) -> str | None:
-    """Return the warning for a device with too little memory, with fixes; None if all fits."""
+    """Warning with fixes for a device with too little memory."""
     if device.total is None or device.wanted <= device.total:
         return None
     return (
@@ -593,14 +561,13 @@ def overflow(device: Device, profile: Profile, settings: TrainingConfig) -> str 
 
 
 def cache_flag(section: EngineSection) -> str | None:
-    """Return the flag that sets the KV cache size, in the profile's spelling; None if none does."""
+    """Flag that sets the KV cache size, in the profile's spelling."""
     given = section.flag_number("kv-cache-memory-bytes", 0) > 0
     return section.flag_key("kv-cache-memory-bytes") if given else None
 
 
 def given_cache(device: Device, profile: Profile) -> str | None:
-    """Return the key of the KV cache size that the profile sets, if that is the largest item of the
-    device."""
+    """Key of the KV cache size, if that is the largest item of the device."""
     largest = max(device.items, key=lambda item: item.bytes or 0)
     for index, section in enumerate(profile.vllm):
         if (largest.component, largest.what) != (section.name, "KV cache"):
@@ -613,8 +580,7 @@ def given_cache(device: Device, profile: Profile) -> str | None:
 
 
 def ways_out(device: Device, profile: Profile, settings: TrainingConfig) -> list[str]:
-    """Return the fixes that concern this device, as profile keys with their present values; first
-    the one for the largest item."""
+    """Fixes for this device, as profile keys; first for the largest item."""
     # The fix names the key of the first engine.
     share = profile.vllm[0].gpu_memory_utilization or VLLM_FRACTION
     cache = given_cache(device, profile)
@@ -639,7 +605,6 @@ def ways_out(device: Device, profile: Profile, settings: TrainingConfig) -> list
 
 
 def size_text(count: int) -> str:
-    """Format a number of bytes for display."""
     for unit, size in (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
         if count >= size:
             return f"{count / size:,.1f} {unit}"
@@ -647,8 +612,7 @@ def size_text(count: int) -> str:
 
 
 def as_data(budget: Budget) -> dict[str, Any]:
-    """Return the budget for `plan --json`: sizes in bytes, null (JSON) if unknown;
-    `by_component` (component, then device) counts unknown sizes as 0."""
+    """For `plan --json`: bytes, JSON null if unknown; `by_component` counts unknown sizes as 0."""
     devices = [asdict(device) | {"wanted": device.wanted} for device in budget.devices]
     by_component: dict[str, dict[str, int]] = {}
     for device in budget.devices:
@@ -664,7 +628,6 @@ def as_data(budget: Budget) -> dict[str, Any]:
 
 
 def as_lines(budget: Budget) -> list[str]:
-    """Return the lines for `plan`."""
     lines = [f"memory ({'; '.join(budget.notes)})"]
     for device in alike(budget.devices):
         missing = "(total unknown)" if is_host(device.name) else "(this machine has no such GPU)"
@@ -687,8 +650,8 @@ def as_lines(budget: Budget) -> list[str]:
 
 
 def kv_bytes_per_token(section: EngineSection, model: Model, width: int) -> int:
-    """Return the bytes of keys and values of one token in all layers on one device. Heads are
-    replicated if there are fewer than GPUs."""
+    """Bytes of keys and values of one token on one device. Heads are replicated if there are
+    fewer than GPUs."""
     dimensions = model.dimensions
     # Fewer heads than GPUs are replicated, so each GPU stores at least one.
     heads = max(1, dimensions.kv_heads // section.tensor_parallel)
@@ -702,11 +665,10 @@ def kv_bytes_per_token(section: EngineSection, model: Model, width: int) -> int:
 
 
 def working_memory(section: EngineSection, model: Model, width: int, total: int | None) -> int:
-    """Return the bytes that vLLM measures before it allots the KV cache: a full batch, float32
-    logits of every sequence, CUDA.
+    """Bytes that vLLM measures before it allots the KV cache: a full batch, float32 logits, CUDA.
 
     Args:
-        total: bytes of the GPU, from which vLLM derives its largest batch; None: a small GPU.
+        total: bytes of the GPU, from which vLLM derives its largest batch.
     """
     large = total is not None and total >= 70 * 1024**3  # vLLM's own threshold for its defaults
     tokens = section.flag_number("max-num-batched-tokens", 8192 if large else 2048)
@@ -721,8 +683,7 @@ def working_memory(section: EngineSection, model: Model, width: int, total: int 
 
 
 def tokens_per_pass(settings: TrainingConfig, longest: int | None, ranks: int = 1) -> int:
-    """Return the upper bound of tokens in one trainer pass of a rank, from the engine's longest
-    sequence."""
+    """Upper bound of tokens in one pass of a rank."""
     sequence, context = (
         min(settings.seq_len, longest or settings.seq_len),
         settings.context_parallel,
@@ -733,13 +694,13 @@ def tokens_per_pass(settings: TrainingConfig, longest: int | None, ranks: int = 
 
 
 def effective_optimizer(settings: TrainingConfig, *, on_gpu: bool) -> str:
-    """Return the optimizer that the trainer uses on such a device."""
+    """Optimizer that the trainer uses on such a device."""
     chosen = "optimizer" in settings.model_fields_set
     return model_math.effective_optimizer(settings.optimizer, chosen=chosen, on_gpu=on_gpu)
 
 
 def adapter_shapes(model: Model, settings: TrainingConfig) -> Shapes:
-    """Return the two float32 matrices of each adapted linear layer."""
+    """The two float32 matrices of each adapted linear layer."""
     wanted = set(settings.lora_target_modules or ["q_proj", "v_proj"])
     everywhere = wanted == {"all-linear"}
     shapes: Shapes = {}
@@ -752,8 +713,6 @@ def adapter_shapes(model: Model, settings: TrainingConfig) -> Shapes:
 
 
 def slot_elements(model: Model, section: EngineSection, settings: TrainingConfig) -> int:
-    """Return the elements of vLLM's adapter slots: each fits every linear layer at the largest
-    rank."""
     rank = section.flag_number("max-lora-rank", server_rank(settings.lora_r) or settings.lora_r)
     linear = [
         shape for name, shape in model.shapes.items() if len(shape) in (2, 3) and LAYER.search(name)
@@ -764,10 +723,9 @@ def slot_elements(model: Model, section: EngineSection, settings: TrainingConfig
 
 
 def dtype_bytes(dtype: str, model: Model) -> int:
-    """Return the bytes of one weight; `auto` is the type of the stored model."""
+    """Bytes of one weight; `auto` is the type of the stored model."""
     return _BYTES.get(model.dtype if dtype == "auto" else dtype, 2)
 
 
 def count(shapes: Shapes) -> int:
-    """Return the total number of parameters."""
     return sum(math.prod(shape) for shape in shapes.values())

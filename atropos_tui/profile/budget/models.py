@@ -1,13 +1,9 @@
 """A model without its weights: config.json, and the names and shapes of its tensors as in
 transformers.
 
-A tied head is the embedding and is listed once. The most common architectures have a formula, which
-needs no torch. For others a second process builds the model with transformers; if that fails, the
-headers of the files are read.
-
-config.json comes from a directory, the local huggingface_hub cache, or the hub itself, subject to
-Hugging Face's own settings (`HF_HUB_OFFLINE`, `HF_ENDPOINT`, a token). No other file of a hub model
-is downloaded.
+Common architectures have a formula. Others are built by transformers without memory in a second
+process; if that fails, the headers of the files are read. config.json comes from a folder, the
+hub's cache, or the hub; no other file is downloaded.
 """
 
 from __future__ import annotations
@@ -38,25 +34,22 @@ Shapes = dict[str, Shape]
 
 LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 BUILD_TIMEOUT = 180.0
-"""Seconds to import transformers and build a model without memory: about 6 on an idle core."""
+"""Seconds to import transformers and build a model; about 6 on an idle core."""
 HUB_TIMEOUT = 5.0
 """Seconds to wait for the hub."""
 _ABSENT = "model not on this machine"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PARTS = re.compile(r"(?:^|_)(?:layers?|experts?|heads?|blocks|groups|depths?|stages?)$")
-"""Keys of config.json that count parts of a model."""
+"""Keys that count parts of a model."""
 MOST_PARTS = 4096
-"""Limit of each such count: the largest public models have some hundred layers, experts or
-heads."""
+"""Limit of each such count."""
 MOST_NUMBER = 2**53
 _MAX_HEADER = 100_000_000
-"""Bytes; limit of the safetensors format itself."""
+"""Bytes; limit of the safetensors format."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """One model, without its weights."""
-
     config: dict[str, Any]
     shapes: Shapes
     source: str
@@ -101,7 +94,6 @@ class Model:
         ).removeprefix("torch.")
 
     def trained(self, layers: list[int] | None) -> Shapes:
-        """Return the trained tensors if only these transformer layers train; None: all layers."""
         if layers is None:
             return self.shapes
         return {
@@ -112,11 +104,7 @@ class Model:
 
 
 def read_model(name: str) -> Model | str:
-    """Return the model, or the reason why it is unknown.
-
-    Args:
-        name: a directory, or a hub id.
-    """
+    """The model, or why it is unknown. `name`: a folder or a hub id."""
     path = config_file(name)
     if isinstance(path, str):
         return path
@@ -147,12 +135,7 @@ def read_model(name: str) -> Model | str:
 
 
 def absurd_size(value: object, key: str = "") -> str:
-    """Return the reason why a number of a configuration is not a possible size; empty if all are
-    possible.
-
-    Layers, experts and heads become entries of tables and modules, so one hostile number could use
-    all memory.
-    """
+    """Why a number is not a possible size. One hostile number of layers could use all memory."""
     if isinstance(value, dict):
         return next(
             filter(None, (absurd_size(item, str(name)) for name, item in value.items())), ""
@@ -178,14 +161,13 @@ def _without_formula(folder: Path, config: dict[str, Any]) -> Model | str:
 
 
 def is_hub_id(model: str) -> bool:
-    """Return True for `owner/name`: one slash, relative, no leading dot, and no folder of that name
-    here."""
+    """`owner/name`: one slash, no leading dot, and no folder of that name here."""
     looks = _HUB_ID.fullmatch(model) is not None and not model.startswith(".")
     return looks and not Path(model.split("/")[0]).is_dir()
 
 
 def config_file(name: str) -> Path | str:
-    """Return the config.json of a directory or hub id, or the reason why there is none."""
+    """The config.json of a folder or hub id, or why there is none."""
     try:
         folder = Path(name).expanduser()
         if (folder / "config.json").is_file():
@@ -229,11 +211,8 @@ def _from_hub(name: str) -> Path | str:
 
 
 def build(folder: Path, config: Mapping[str, Any]) -> Model | str:
-    """Build the model of `folder` with transformers (`trainer_core.shapes`), with the defaults of
-    its class in its config; on failure return the reason.
-
-    It takes seconds, so the cache folder keeps the result by configuration and release.
-    """
+    """Build the model with transformers; on failure return the reason. The cache folder keeps
+    the result: it takes seconds."""
     if not isinstance(config.get("model_type"), str):
         return "its config.json names no model_type"
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
@@ -281,8 +260,6 @@ def _built(answer: Mapping[str, Any]) -> Model | str:
 
 
 def _stored_shapes(folder: Path) -> Shapes:
-    """Return the shapes from the headers of all safetensors files; empty if a file of the index is
-    missing."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         names = sorted(set(json.loads(read_regular(index, unlinked=0))["weight_map"].values()))
@@ -306,17 +283,16 @@ def _stored_shapes(folder: Path) -> Shapes:
 
 
 def architecture(config: Mapping[str, Any]) -> str:
-    """Return the name of the class that transformers would build."""
     # The first entry is the class that transformers builds.
     names = config.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else "(none)"
 
 
 def model_shapes(config: Mapping[str, Any]) -> Shapes | None:
-    """Return every tensor of the model; None if there is no formula for its architecture.
+    """Every tensor; None without a formula for the architecture.
 
     Raises:
-        KeyError: the configuration lacks a field that its architecture needs.
+        KeyError: the configuration lacks a field.
     """
     formula = _FORMULAS.get(architecture(config))
     return formula(config) if formula else None
@@ -329,11 +305,11 @@ def _decoder(
     output_bias: bool | None = None,
     head_norms: bool = False,
 ) -> Shapes:
-    """Return the tensors of embedding, layers of attention and gated MLP, final norm, and head.
+    """Tensors of embedding, attention and gated MLP layers, final norm, and head.
 
     Args:
-        qkv_bias: these projections have a bias; default: as the configuration says.
-        output_bias: the projection after the heads has one; default likewise.
+        qkv_bias: these projections have a bias; default: as configured.
+        output_bias: the projection after the heads has one.
         head_norms: each head normalizes its queries and keys.
     """
     hidden, vocab, inner = config["hidden_size"], config["vocab_size"], config["intermediate_size"]

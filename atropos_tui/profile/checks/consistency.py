@@ -1,8 +1,6 @@
-"""Cross-checks of a profile that need no machine: all problems together, each with its fix. Pure
-functions.
+"""Cross-checks of a profile that need no machine: all problems together, each with its fix. Pure.
 
-Keys name entries of `[[env]]` and `[[vllm]]` by index: `vllm.0.gpus`. `preflight` checks the
-machine.
+Keys name entries of `[[env]]` and `[[vllm]]` by index: `vllm.0.gpus`.
 """
 
 from __future__ import annotations
@@ -41,9 +39,9 @@ from atropos_tui.profile.spec import ComponentSpec, StackSpec, dependency_faults
 from trainer_core.config import TrainingConfig, sharding_contradictions
 
 MAX_REASON = 1000
-"""Limit in characters of a reason or fix: both may quote the profile."""
+"""Characters of a reason or fix: both may quote the profile."""
 SAFE_LOADING = ("auto", "safetensors", "pt", "hf", "mistral", "fastsafetensors")
-"""vLLM load formats that store each weight in memory as the model has it."""
+"""Load formats that store each weight as the model has it."""
 PROCESSED = "processed_logprobs"
 IN_ARGV = (
     "is in its command line, which every user of this machine can read: pass it as a variable "
@@ -54,7 +52,6 @@ LEAST_ADAPTER_LR = 5e-5
 
 
 def check_profile(site: Site) -> list[Problem]:
-    """Return the contradictions within a profile."""
     profile = site.profile
     if other := list(_other_trainer(profile)):
         return other
@@ -108,8 +105,7 @@ def check_profile(site: Site) -> list[Problem]:
 
 
 def placed(problem: Problem, profile: Profile) -> Problem:
-    """Return a problem with the user's spelling of its key, and the file that sets the key: it may
-    be one that the profile extends."""
+    """A problem with the user's spelling of its key, and the file that sets it."""
     first, *rest = problem.key.split(".")
     key = problem.key
     path: KeyPath = (first, *rest)
@@ -121,7 +117,7 @@ def placed(problem: Problem, profile: Profile) -> Problem:
 
 
 def check_graph(profile: Profile, stack: StackSpec) -> list[Problem]:
-    """Return the dependencies that no start order satisfies."""
+    """Dependencies that no start order satisfies."""
     return [
         replace(each, key=f"{profile.section_of(each.key)}.depends_on")
         for each in dependency_faults(stack)
@@ -129,7 +125,7 @@ def check_graph(profile: Profile, stack: StackSpec) -> list[Problem]:
 
 
 def check_notes(site: Site) -> list[str]:
-    """Return notes about accepted keys that have no effect, or more effect than expected."""
+    """Notes about keys that have no effect, or more than expected."""
     profile = site.profile
     notes = [
         f"{key}.env.VLLM_USE_V1 is ignored: vLLM has only its V1 engine"
@@ -171,7 +167,7 @@ def check_notes(site: Site) -> list[str]:
 
 
 def check_commands(stack: StackSpec) -> list[str]:
-    """Return warnings about command lines that open a port or data to other users."""
+    """Warnings about commands that open a port or data to other users."""
     return [f"WARNING {part.name}: {note}" for part in stack.components for note in _exposed(part)]
 
 
@@ -203,7 +199,6 @@ def _exposed(part: ComponentSpec) -> Iterator[str]:
 
 
 def _flags(command: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each `--flag value` and `--flag=value`; the value of a bare flag is empty."""
     for word, after in zip(command, [*command[1:], ""], strict=True):
         if word.startswith("--"):
             flag, equals, value = word.partition("=")
@@ -225,8 +220,8 @@ def _meeting_place(site: Site, settings: TrainingConfig) -> Iterator[Problem]:
 
 
 def _fed_urls(site: Site) -> Iterator[Problem]:
-    """Require that the trainer feeds the profile's own engines: an engine that waits for weights
-    answers nothing until it has them."""
+    """The trainer must feed the profile's own engines: an engine that waits for weights answers
+    nothing."""
     named = site.profile.trainer.settings.get("vllm_urls")
     fed = [site.engine_url(engine) for engine in fed_engines(site.profile)]
     if named and sorted(url.rstrip("/") for url in _words(named)) != sorted(fed):
@@ -249,7 +244,7 @@ def _words(value: Any) -> list[str]:
 
 
 def _other_trainer(profile: Profile) -> Iterator[Problem]:
-    """Refuse trainer settings and weight modes with another trainer, which reads neither."""
+    """Refuse settings and weight modes that another trainer does not read."""
     if profile.trainer.command is None:
         return
     for key in profile.trainer.settings:
@@ -288,8 +283,7 @@ def _trainer_gpus(profile: Profile) -> Iterator[Problem]:
 
 
 def _single_copy_ranks(profile: Profile, gpus: list[int], ranks: int) -> Iterator[Problem]:
-    """Report ranks that differ from the engine's workers if `trainer.processes` is the cause. For
-    GPUs, `_gpu_lists` and `_single_copy_place` name the key to change, and the ranks follow."""
+    """Ranks that differ from the engine's workers because of `trainer.processes`."""
     # In single copy rank i trains on the memory of worker i.
     workers = profile.vllm[0].tensor_parallel
     same_gpus = profile.is_spread or profile.trainer.gpus in ([], profile.vllm[0].gpus)
@@ -360,8 +354,7 @@ _ENGINE_URL = re.compile(r"(base|vllm|openai_base)_url$")
 
 
 def _urls(site: Site) -> Iterator[Problem]:
-    """Report addresses of this machine in flags and variables that differ from the ports of run-api
-    and vLLM."""
+    """Addresses of this machine that differ from the ports of run-api and vLLM."""
     profile = site.profile
     # An extra component may be a server too, such as a judge.
     servers = {engine.port for engine in profile.engines} | {
@@ -386,8 +379,6 @@ def _urls(site: Site) -> Iterator[Problem]:
 
 
 def _settings(site: Site) -> Iterator[tuple[str, str, str]]:
-    """Yield key, name and value of every flag and variable that a profile passes to environments
-    and extra components."""
     for key, part in site.profile.parts.items():
         if not isinstance(part, EnvSection | ExtraSection):
             continue
@@ -437,8 +428,7 @@ DERIVED_FLAGS = {
         "env.total_steps": "trainer.training_steps",
     },
 }
-"""Flags that the plan derives, and the profile key to set instead (empty: the flag cannot be
-changed)."""
+"""Flags that the plan derives -> profile key to set instead (empty: none)."""
 
 
 def _derived(profile: Profile) -> list[Problem]:
@@ -460,7 +450,6 @@ def _derived(profile: Profile) -> list[Problem]:
 
 
 def _twice(profile: Profile) -> Iterator[Problem]:
-    """Report vLLM flags in two spellings: vLLM uses one of them without a warning."""
     for index, engine in enumerate(profile.vllm):
         # Spelling of each flag that came first, for the message.
         first: dict[str, str] = {}
@@ -485,7 +474,7 @@ def _server_types(profile: Profile) -> Iterator[Problem]:
 
 
 def _groups(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
-    """Require that the batch is a multiple of every group size: run-api fills no other."""
+    """The batch must be a multiple of every group size: run-api fills no other."""
     total = settings.sequences_per_step
     sizes = [
         size for env in profile.env if isinstance(size := env.args.get("env.group_size", 1), int)
@@ -507,8 +496,7 @@ def _groups(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
 
 
 def batches_that_fill(settings: TrainingConfig, sizes: Sequence[int]) -> str:
-    """Return the nearest smaller and larger settings with which groups of all `sizes` fill a batch,
-    as text of a fix."""
+    """Nearest settings with which groups of all `sizes` fill a batch."""
     # Change one key: the accumulation steps if they are in use, else the batch size.
     key, value, other = "batch_size", settings.batch_size, settings.gradient_accumulation_steps
     if other > 1:
@@ -531,7 +519,7 @@ def _recorded(settings: TrainingConfig) -> Iterator[Problem]:
 
 
 def _several(profile: Profile) -> Iterator[Problem]:
-    """Require that rollouts come from an engine that the trainer feeds."""
+    """Rollouts must come from an engine that the trainer feeds."""
     first = profile.vllm[0]
     if first.model is not None:
         yield Problem(
@@ -632,7 +620,7 @@ _UNSHARED = {
     "uses",
     "enable-lora": "adapters wrap the layers whose weights are shared",
 }
-"""vLLM flags with which a weight in the engine's memory differs from the trainer's, and why."""
+"""vLLM flags with which a weight in memory differs from the trainer's."""
 
 
 def _flag_key(index: int, engine: EngineSection, name: str) -> str:
@@ -640,7 +628,7 @@ def _flag_key(index: int, engine: EngineSection, name: str) -> str:
 
 
 def _single_copy_flags(engine: EngineSection, *, adapters: bool) -> Iterator[Problem]:
-    """Refuse flags with which the trainer does not find each weight in memory as it expects it."""
+    """Refuse flags with which the trainer does not find each weight in memory."""
     for name, why in _UNSHARED.items():
         if adapters and name == "enable-lora":
             continue

@@ -1,9 +1,5 @@
-"""Checks of environments before the start: files, packages, classes, flags and the model's chat
-template.
-
-`env_source` reads the source; nothing is run or imported. What cannot be determined this way is
-accepted.
-"""
+"""Checks of environments before the start. `env_source` reads the source; nothing is run. What
+cannot be determined is accepted."""
 
 from __future__ import annotations
 
@@ -36,16 +32,14 @@ PIP_NAMES = {
     "sklearn": "scikit-learn",
     "yaml": "pyyaml",
 }
-"""Packages whose import name differs from their name on PyPI."""
+"""Import name -> name on PyPI."""
 SERVER_MODULE = "atroposlib.envs.server_handling"
 SIMILAR = 0.5
-"""Least similarity of a proposed flag, from 0 to 1. Lower than for other names, because flags share
-a prefix."""
+"""Least similarity of a proposed flag; lower than for other names, because flags share a prefix."""
 
 
 def environment_files(site: Site, env: EnvSection, key: str) -> Iterator[Problem]:
-    """Report the module, file, YAML file and imported packages of an environment that this machine
-    lacks."""
+    """Module, files and packages of an environment that this machine lacks."""
     if env.module and user_module(site.text(env.module), _folders(site, env)) is None:
         fix = "check the name, or use `script` with a path"
         yield Problem(f"no module {env.module!r}", fix, key=f"{key}.module")
@@ -79,7 +73,6 @@ def environment_files(site: Site, env: EnvSection, key: str) -> Iterator[Problem
 
 
 def environment_faults(site: Site, env: EnvSection, key: str) -> Iterator[Problem]:
-    """Report faults in an environment's source that exist on any machine."""
     source = environment_source(site, env)
     if source is None:
         return
@@ -101,8 +94,6 @@ def environment_faults(site: Site, env: EnvSection, key: str) -> Iterator[Proble
 
 
 def environment_source(site: Site, env: EnvSection) -> EnvSource | None:
-    """Return the source of an environment that runs on this machine; None if there is no file to
-    read."""
     # Files on another machine cannot be read here.
     place = site.place(env_node(site.profile, env))
     if env.command or (place and place.prefix):
@@ -122,17 +113,14 @@ def environment_source(site: Site, env: EnvSection) -> EnvSource | None:
 
 @cache
 def _read_source(path: Path, folders: tuple[str, ...], written_ns: int) -> EnvSource:
-    """Read a source file. The cache holds until the file changes."""
     return EnvSource(path, list(folders))
 
 
 def user_module(name: str, folders: list[str]) -> ModuleSpec | None:
-    """Find a module, installed or (unless it is ours) in one of `folders`."""
     return find_module(name, [] if is_ours(name) else folders)
 
 
 def python_path(site: Site, variables: Mapping[str, str]) -> list[str]:
-    """Return the folders of PYTHONPATH."""
     return [
         folder for folder in site.text(variables.get("PYTHONPATH", "")).split(os.pathsep) if folder
     ]
@@ -151,8 +139,7 @@ def _program_key(env: EnvSection) -> str:
 
 
 def _may_install(site: Site) -> bool:
-    """Return True if a `prepare` step may install packages: any step that is not a module of
-    ours."""
+    """A `prepare` step that is not ours may install packages."""
     return any(not is_ours([*step.command, "", "", ""][2]) for step in site.profile.prepare)
 
 
@@ -205,8 +192,7 @@ def _flags(source: EnvSource, env: EnvSection, key: str) -> Iterator[Problem]:
 
 @cache
 def _library_fields(module: str, name: str) -> set[str] | None:
-    """Return the fields of a settings class of the installed atroposlib; None if its source cannot
-    be read."""
+    """Fields of a settings class of atroposlib; None if its source cannot be read."""
     spec = find_module(f"{SERVER_MODULE}.{module}", [])
     return class_fields(Path(spec.origin), name) if spec and spec.origin else None
 
@@ -248,8 +234,7 @@ def _chat_template(site: Site, env: EnvSection, source: EnvSource) -> Iterator[P
 
 
 def has_chat_template(folder: Path) -> bool | None:
-    """Return True or False if the model's files show whether it has a chat template; None if vLLM
-    or the model's code decides."""
+    """None if vLLM or the model's code decides."""
     if any(
         (folder / name).exists()
         for name in ("chat_template.jinja", "chat_template.json", "additional_chat_templates")

@@ -1,7 +1,7 @@
 """Static reading of an environment's Python file: syntax, packages, class, settings and flags.
 
-A file is read together with the files that it imports. Anything that needs running Python is None
-or left out: the checks refuse only what is certain to fail.
+Anything that needs running Python is None or left out: the checks refuse only what is certain to
+fail.
 """
 
 from __future__ import annotations
@@ -19,30 +19,28 @@ from typing import Any
 from atropos_tui.profile.source import LIBRARY, find_module
 
 MAX_FILES = 200
-"""Limit of files read for one environment; the rest is unknown."""
+"""Files read for one environment."""
 MAX_STEPS = 8
-"""Limit of imports through which one name is followed."""
+"""Imports through which one name is followed."""
 MAX_FILE_BYTES = 2 * 1024 * 1024
 BASE_ENV, BASE_CONFIG = "BaseEnv", "BaseEnvConfig"
-"""Base classes of atroposlib's environments and of their settings."""
+"""atroposlib's base classes of environments and settings."""
 DYNAMIC = (b"create_model", b"__annotations__", b"exec(")
-"""Words in a file that may create classes and fields which its syntax tree does not show."""
+"""Words of files that may create classes which the syntax tree does not show."""
 CHAT_CALLS, TEXT_CALLS = (
     {"chat_completion", "tokens_and_logprobs_chat"},
     {"completion", "tokens_and_logprobs_completion"},
 )
 """Methods of atroposlib's servers that need a chat template, and those that do not."""
 OWN_TEMPLATE = re.compile(rb"(?<!apply_)(?<!require_)chat_template")
-"""Word in a file that has, or looks for, its own template."""
+"""The file has, or looks for, its own template."""
 COMPUTED = "?"
-"""Placeholder for the name of a base class that is computed by an expression."""
+"""Name of a base class that is computed by an expression."""
 Value = int | float | str | bool | None
 
 
 @dataclass(frozen=True)
 class ClassSource:
-    """A class and its file."""
-
     node: ast.ClassDef
     file: SourceFile
 
@@ -53,16 +51,14 @@ class ClassSource:
 
 @dataclass(repr=False)
 class SourceFile:
-    """A parsed file and its top-level names."""
-
     path: Path
     tree: ast.Module
     content: bytes
     classes: dict[str, ast.ClassDef] = field(default_factory=dict)
     imports: dict[str, tuple[int, str, str]] = field(default_factory=dict)
-    """Import level, module, and name within it (empty: the module itself), by local name."""
+    """Local name -> import level, module, and name within it."""
     aliases: dict[str, str] = field(default_factory=dict)
-    """Name that each alias stands for."""
+    """Alias -> name."""
     values: set[str] = field(default_factory=set)
     """Functions, and constants that no call creates."""
     has_star: bool = False
@@ -104,15 +100,13 @@ class EnvSource:
     """An environment's file with the files that it imports.
 
     Args:
-        path: the file.
-        folders: search path for modules that are not installed, the file's own folder first.
+        folders: search path, the file's own folder first.
     """
 
     def __init__(self, path: Path, folders: list[str]) -> None:
         self.path = path
         self.folders = folders
         self.fault: SyntaxFault | None = None
-        """First syntax error in the file or in a file of the user that it imports."""
         self._files: dict[Path, SourceFile | None] = {}
         self.main = self._read(path)
         if self.main and any(level for _, level, _ in _loaded_imports(self.main.tree)):
@@ -122,9 +116,8 @@ class EnvSource:
 
     @cached_property
     def missing(self) -> dict[str, str]:
-        """Packages that are not installed although the files import them for certain on loading,
-        each with "FILE, line N". Empty if a file changes `sys.path`: the packages may be anywhere.
-        """
+        """Packages that are not installed although loading imports them, each with "FILE, line
+        N". Empty if a file changes `sys.path`."""
         found: dict[str, str] = {}
         waiting, seen = [self.path], set[Path]()
         while waiting and len(seen) < MAX_FILES:
@@ -145,7 +138,7 @@ class EnvSource:
 
     @cached_property
     def environments(self) -> list[ClassSource] | None:
-        """Environment classes of the file, without the bases of other ones; None if unknown."""
+        """Environment classes, without the bases of others; None if unknown."""
         if self.main is None or self.main.has_star:
             return None
         found = []
@@ -164,8 +157,7 @@ class EnvSource:
 
     @cached_property
     def starts_itself(self) -> bool:
-        """True if the file may start an environment itself: it calls `SomeEnv.cli()`, or any
-        function below `if __name__ == "__main__"`."""
+        """The file calls `SomeEnv.cli()`, or any function below `if __name__ == "__main__"`."""
         if self.main is None:
             return True
         guards = [
@@ -177,8 +169,7 @@ class EnvSource:
 
     @cached_property
     def only_chats(self) -> bool:
-        """True if all completions that the file requests use the chat template of the model's
-        folder."""
+        """All requested completions use the model's chat template."""
         if self.main is None or OWN_TEMPLATE.search(self.main.content):
             return False
         called = _called(self.main.tree)
@@ -186,8 +177,7 @@ class EnvSource:
 
     @cached_property
     def flags(self) -> set[str] | None:
-        """Flag names after `--env.` that `serve` accepts, and perhaps names of other settings in
-        the file; None if unknown."""
+        """Flags after `--env.` that `serve` accepts; None if unknown."""
         names: set[str] = set()
         for source in self._env_files() or []:
             # The flags of such a file are unknown without running it.
@@ -203,8 +193,8 @@ class EnvSource:
 
     @cached_property
     def settings(self) -> dict[str, Value]:
-        """Settings that the environment's author chose: arguments in `config_init`, and defaults of
-        its settings class. The value is None if it is computed, or if two files differ."""
+        """Settings that the author chose, in `config_init` or as defaults. None: computed, or
+        two files differ."""
         chosen: dict[str, Value] = {}
         for source in self._env_files() or []:
             for name, value in self._settings_in(source).items():
@@ -226,8 +216,7 @@ class EnvSource:
         return chosen
 
     def _env_files(self) -> list[SourceFile] | None:
-        """Return the files, other than atroposlib's, that define the environment's class and its
-        bases; None if unknown."""
+        """Files, other than atroposlib's, that define the class and its bases."""
         if self.main is None or self.environments is None:
             return None
         files = {self.main.path: self.main}
@@ -251,8 +240,7 @@ class EnvSource:
     def _derives(
         self, source: SourceFile, name: str, base: str, seen: frozenset[Any] = frozenset()
     ) -> bool | None:
-        """Return True if class `name` of `source` derives from atroposlib's `base`, False if not,
-        None if unknown."""
+        """Class `name` derives from atroposlib's `base`; None if unknown."""
         found = self._class(source, name)
         if not isinstance(found, ClassSource):
             return found
@@ -269,8 +257,7 @@ class EnvSource:
         return True if True in answers else None if None in answers else False
 
     def _bases(self, found: ClassSource) -> list[ClassSource | bool | None]:
-        """Resolve each base of a class, with the results of `_class`. A base with the class's own
-        name is the imported one."""
+        """Resolve each base of a class. A base with the class's own name is the imported one."""
         names = map(_base_name, found.node.bases)
         return [
             self._class(found.file, name, only_imported=name == found.node.name) for name in names
@@ -297,8 +284,8 @@ class EnvSource:
     def _class(
         self, source: SourceFile, name: str, depth: int = 0, *, only_imported: bool = False
     ) -> ClassSource | bool | None:
-        """Resolve the class that `name` means in `source`: False for anything that is no class with
-        settings, None if only running Python would tell."""
+        """Resolve the class that `name` means: False for no class with settings, None if only
+        running Python would tell."""
         if name == COMPUTED:
             return None
         # "base.BaseEnv": the module is `base`, the rest is looked up in it.
@@ -330,8 +317,8 @@ class EnvSource:
         return None if below is None or depth > MAX_STEPS else self._class(below, wanted, depth + 1)
 
     def _find(self, source: SourceFile, level: int, module: str) -> Path | None:
-        """Return the file of a module that `source` imports; for a package without `__init__.py`
-        its folder; None if unknown."""
+        """File of a module that `source` imports; for a package without `__init__.py` its
+        folder."""
         if level:
             # A relative import: one dot is the file's own package, each further dot its parent.
             folder = source.path.parent.joinpath(*[".."] * (level - 1)).resolve()
@@ -357,11 +344,6 @@ class EnvSource:
         return known[module]
 
     def _read(self, path: Path) -> SourceFile | None:
-        """Parse a file; None if it is no Python file, is too large, or `MAX_FILES` are read
-        already.
-
-        Keeps the first syntax error in a file that is not installed.
-        """
         path = path.resolve()
         if path in self._files or len(self._files) >= MAX_FILES or path.suffix != ".py":
             return self._files.get(path)
@@ -379,7 +361,7 @@ class EnvSource:
 
 
 def _top(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements at the top of a file, including those below `if`, `try` and `with`."""
+    """Statements at the top of a file, also below `if`, `try` and `with`."""
     for node in body:
         yield node
         # Both branches count: which one runs is unknown.
@@ -399,8 +381,7 @@ def _loaded_imports(tree: ast.Module) -> Iterator[tuple[int, int, str]]:
 
 
 def _certain(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements that run for certain when the file is the main program; statements with
-    an exception handler may fail silently and are left out."""
+    """Statements that run for certain; those with an exception handler may fail silently."""
     for node in body:
         yield node
         if isinstance(node, ast.ClassDef) or (
@@ -421,8 +402,7 @@ def _is_main_guard(test: ast.expr) -> bool:
 
 
 def _base_name(node: ast.expr) -> str:
-    """Return a base class as text: `BaseEnv`, `base.BaseEnv`; of `Generic[T]` the part before the
-    bracket."""
+    """`BaseEnv`, `base.BaseEnv`; of `Generic[T]` the part before the bracket."""
     if isinstance(node, ast.Subscript):
         return _base_name(node.value)
     if isinstance(node, ast.Attribute):
@@ -431,7 +411,7 @@ def _base_name(node: ast.expr) -> str:
 
 
 def _may_be_class(name: str) -> bool:
-    """Return True if a name looks like a class: not a function, a module or a constant."""
+    """A name that looks like a class."""
     return name[:1].isupper() and not (name.isupper() and len(name) > 1)
 
 
@@ -460,7 +440,7 @@ def _constant(node: ast.expr | None) -> Value:
 
 
 def _defaults(node: ast.ClassDef) -> dict[str, Value]:
-    """Return the defaults of a settings class: `name: type = value`, `= Field(value)` or
+    """Defaults of a settings class: `name: type = value`, `= Field(value)` or
     `Field(default=value)`."""
     found: dict[str, Value] = {}
     for each in node.body:
@@ -478,7 +458,7 @@ def _defaults(node: ast.ClassDef) -> dict[str, Value]:
 
 
 def _arguments(function: ast.FunctionDef, classes: set[str]) -> dict[str, Value]:
-    """Return the named arguments with which `function` creates one of `classes`."""
+    """Named arguments with which `function` creates one of `classes`."""
     return {
         word.arg: _constant(word.value)
         for node in ast.walk(function)
@@ -503,8 +483,7 @@ def _is_library(path: Path) -> bool:
 
 
 def _speaks_of_library(path: Path) -> bool:
-    """Return True if a file of an installed package may define classes that derive from
-    atroposlib's."""
+    """A file of an installed package that may define classes derived from atroposlib's."""
     if _is_library(path):
         return True
     try:
@@ -514,6 +493,6 @@ def _speaks_of_library(path: Path) -> bool:
 
 
 def class_fields(path: Path, name: str) -> set[str] | None:
-    """Return the annotated names of a class in `path` and of its bases; None if unknown."""
+    """Annotated names of a class and its bases; None if unknown."""
     source = EnvSource(path, [])
     return source._fields(source.main, name) if source.main else None

@@ -1,7 +1,5 @@
-"""Checks of this machine before a start: ports, packages, models, GPUs, memory. Starts nothing.
-
-`separate` changes several stacks so that they run beside each other.
-"""
+"""Checks of this machine before a start: ports, packages, models, GPUs, memory. `separate` lets
+several stacks run side by side."""
 
 from __future__ import annotations
 
@@ -72,9 +70,9 @@ LAUNCHED_BY = {
     "kubernetes": ("kubectl", "kubectl"),
     "ray": ("ray", "Ray (pip install ray)"),
 }
-"""Program that each launcher needs on this machine, and its package."""
+"""Launcher -> its program and package."""
 SCONTROL_S = 10.0
-"""Seconds to wait for SLURM's controller, which answers at once or is down."""
+"""Seconds; SLURM's controller answers at once or is down."""
 UNSEEN = "a process of another user"
 ON_THE_CPU = (
     'on the CPU, set vllm.gpus = [], trainer.gpus = [], trainer.device = "cpu", '
@@ -84,7 +82,7 @@ ON_THE_CPU = (
 
 
 def preflight(site: Site, stack: StackSpec, inventory: Inventory) -> list[Problem]:
-    """Return the problems of starting `stack` on this machine."""
+    """Problems of starting `stack` on this machine."""
     return [
         *lacks(site, stack, inventory.machine),
         *mismatches(site, inventory),
@@ -93,11 +91,7 @@ def preflight(site: Site, stack: StackSpec, inventory: Inventory) -> list[Proble
 
 
 def lacks(site: Site, stack: StackSpec, machine: Hardware) -> list[Problem]:
-    """Return what this machine lacks: ports, packages, programs, models, variables.
-
-    Args:
-        machine: hardware on which the stack runs.
-    """
+    """Ports, packages, programs, models and variables that this machine lacks."""
     return [
         *_open_files(),
         *_nodes(site),
@@ -111,8 +105,7 @@ def lacks(site: Site, stack: StackSpec, machine: Hardware) -> list[Problem]:
 
 
 def mismatches(site: Site, inventory: Inventory) -> list[Problem]:
-    """Return the contradictions between the profile and the files of models, environments and vLLM,
-    on any hardware."""
+    """Contradictions between the profile and the files of models, environments and vLLM."""
     found = [*_model_fits(site, training_config(site), inventory)]
     for index, env in enumerate(site.profile.env):
         found += environment_faults(site, env, f"env.{index}")
@@ -123,7 +116,7 @@ def mismatches(site: Site, inventory: Inventory) -> list[Problem]:
 
 
 def unfit(site: Site, inventory: Inventory) -> list[Problem]:
-    """Return missing GPUs, and GPUs that are certainly too small."""
+    """Missing GPUs, and GPUs that are certainly too small."""
     return [*_gpus(site, inventory.machine), *_memory(site, training_config(site), inventory)]
 
 
@@ -137,8 +130,7 @@ def _open_files() -> Iterator[Problem]:
 
 
 def _places(site: Site) -> Iterator[Problem]:
-    """Report `creates` paths that a `prepare` step cannot write, such as the demo's model in the
-    cache."""
+    """`creates` paths that a `prepare` step cannot write."""
     for step in site.profile.prepare:
         made = Path(site.path(step.creates or ""))
         # The nearest existing folder decides whether the rest can be created.
@@ -160,7 +152,6 @@ def _places(site: Site) -> Iterator[Problem]:
 
 
 def _launches(site: Site, stack: StackSpec) -> Iterator[Problem]:
-    """Report unset variables and missing working directories, with which no process could start."""
     yield from _places(site)
     known = stack.variables | os.environ
     # The supervisor sets these for every component.
@@ -206,8 +197,7 @@ def _launches(site: Site, stack: StackSpec) -> Iterator[Problem]:
 
 
 def machines_of(profile: Profile) -> Hosts:
-    """Return the machines of a profile as this machine knows them; in a SLURM job with the
-    addresses that SLURM uses."""
+    """Machines of a profile; in a SLURM job with SLURM's addresses."""
     hosts = [host for group in allocated(os.environ) for host in group]
     if not hosts or profile.cluster is None or profile.cluster.launcher != "slurm":
         return hosts_of(profile, os.environ)
@@ -225,7 +215,6 @@ def _slurm_addresses(hosts: list[str]) -> dict[str, str]:
 
 
 def _slurm_binds() -> bool:
-    """Return True if this SLURM binds tasks to processors, or if that is unknown."""
     # Only the affinity plugin binds tasks to processors.
     plugins = re.search(r"^TaskPlugin\s*=(.*)$", _scontrol("show", "config"), re.MULTILINE)
     return plugins is None or "affinity" in plugins[1]
@@ -241,8 +230,7 @@ def _scontrol(*words: str) -> str:
 
 
 def _nodes(site: Site) -> Iterator[Problem]:
-    """Report a missing launcher program, and a start from a machine that is not the profile's
-    first."""
+    """A missing launcher program, and a start from another machine than the profile's first."""
     cluster = site.profile.cluster
     if cluster is None or not site.profile.is_spread:
         return
@@ -271,7 +259,7 @@ def _nodes(site: Site) -> Iterator[Problem]:
 
 
 def is_this_machine(address: str) -> bool:
-    """Return True if a server on this machine could listen at `address`."""
+    """A server on this machine could listen at `address`."""
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[
             0
@@ -361,8 +349,6 @@ def _programs(site: Site, stack: StackSpec) -> Iterator[Problem]:
 
 
 def _loss_function(site: Site) -> Iterator[Problem]:
-    """Report a missing file or module of the loss function; the trainer checks the function
-    itself."""
     section = site.profile.trainer
     name, _, function = site.text(section.settings.get("loss") or "").partition(":")
     if not name:
@@ -439,8 +425,7 @@ def _model_fits(site: Site, settings: TrainingConfig, inventory: Inventory) -> I
 def _not_served(
     site: Site, engine: EngineSection, model: Model, *, adapters: bool
 ) -> tuple[str, str] | None:
-    """Return reason and fix if this machine's vLLM does not compute the model as the trainer does.
-    Servers on other machines check this themselves."""
+    """Reason and fix if this machine's vLLM does not compute the model as the trainer does."""
     if site.profile.is_spread or (release := installed()) is None:
         return None
     adapters = adapters and engine.flag("lora-target-modules") is None
@@ -514,8 +499,7 @@ def _gpus(site: Site, machine: Hardware) -> Iterator[Problem]:
 
 
 def _memory(site: Site, settings: TrainingConfig, inventory: Inventory) -> Iterator[Problem]:
-    """Report devices that are certainly too small; `plan` warns about those that are only likely to
-    be."""
+    """Devices that are certainly too small; `plan` warns about likely ones."""
     # Estimates are left out here: a wrong one must not refuse a stack that fits.
     small = [
         each
@@ -541,20 +525,17 @@ class Changes:
     """Changes of each stack that let it run beside the others."""
 
     sets: dict[str, list[str]] = field(default_factory=dict)
-    """Overrides in the form of --set, by stack."""
     lines: list[str] = field(default_factory=list)
-    """The same changes for display, one a line."""
     problems: list[Problem] = field(default_factory=list)
 
 
 def separate(
     profiles: Mapping[str, Profile], gpu_count: int, is_free: Callable[[int], bool] = ports.is_free
 ) -> Changes:
-    """Return changes that give every stack of `profiles` its own ports and GPUs; earlier stacks
-    keep theirs.
+    """Give every stack its own ports and GPUs; earlier stacks keep theirs.
 
-    A problem is reported if there are not enough GPUs or if a custom command may contain a port;
-    the fix is to run the stacks one after another. Stacks share the processors.
+    A custom command may contain a port, and GPUs may not suffice: both are problems, whose fix is
+    to run the stacks in turn.
     """
     changes = Changes({name: [] for name in profiles})
     _separate_ports(profiles, changes, is_free)
@@ -563,8 +544,7 @@ def separate(
 
 
 def _own_commands(profile: Profile) -> list[str]:
-    """Return the keys of commands that the profile writes out, ports included: they cannot be
-    changed."""
+    """Commands that the profile writes out: they cannot be changed."""
     keys = ["api.command"] if profile.api.command else []
     keys += [f"{env.name}.command" for env in profile.env if env.command]
     return keys + [
@@ -637,8 +617,7 @@ def _separate_gpus(profiles: Mapping[str, Profile], count: int, changes: Changes
 
 
 def _taken_gpus(profile: Profile, count: int) -> list[int]:
-    """Return the GPUs that a stack uses: all of them if it divides the machine, the first ones if
-    the profile names none."""
+    """All GPUs if the stack divides the machine, the first ones if it names none."""
     if profile.inference_gpus is not None:
         return list(range(count))
     named = {gpu for engine in profile.vllm for gpu in engine.gpus} | set(trainer_gpus(profile))

@@ -1,9 +1,4 @@
-"""Flags of the installed vLLM, read from its source: an import takes 10 to 30 s, too long for
-`validate`.
-
-The set contains every flag of vLLM's server, and perhaps other names, such as fields of settings
-classes.
-"""
+"""Flags of the installed vLLM, read from its source: an import takes 10 to 30 s."""
 
 from __future__ import annotations
 
@@ -20,19 +15,16 @@ from atropos_tui.profile.sections import EngineSection
 from atropos_tui.profile.source import find_module
 
 SOURCES = ("engine/arg_utils.py", "entrypoints/**/cli_args.py")
-"""Files in vLLM's package that define flags of its server."""
+"""Files that define flags of vLLM's server."""
 _FLAG = re.compile(r'"--([a-z0-9][a-z0-9_.-]*)"')
 _FIELD = re.compile(r"^    ([a-z_][a-z0-9_]*)\s*:", re.MULTILINE)
-"""Annotated names of a class: vLLM makes flags of the fields of its settings classes."""
+"""Annotated names of a class: vLLM makes flags of them."""
 
 
 @cache
 def known_flags() -> frozenset[str]:
-    """Return the flag names, without leading dashes and joined by dashes.
-
-    Empty if they are unknown: no vLLM, another layout of its files, or a platform plugin, which may
-    add flags.
-    """
+    """Flag names, joined by dashes. Empty if unknown: no vLLM, another layout, or a platform
+    plugin."""
     spec = find_module("vllm", [])
     # Plugins may define flags of their own, which are not in vLLM's source.
     if spec is None or metadata.entry_points(group="vllm.platform_plugins"):
@@ -52,8 +44,8 @@ def known_flags() -> frozenset[str]:
 
 
 def unknown_flags(engine: EngineSection, key: str) -> Iterator[Problem]:
-    """Report entries of `args` that are no flags of the installed vLLM. A prefix is enough, because
-    vLLM accepts abbreviated flags."""
+    """Entries of `args` that are no flags; a prefix is enough, because vLLM accepts
+    abbreviations."""
     known = known_flags()
     for word in engine.args if known else ():
         name = flag_name(word)
@@ -74,8 +66,8 @@ def unknown_flags(engine: EngineSection, key: str) -> Iterator[Problem]:
 
 
 def flag_name(word: str) -> str:
-    """Return the flag that a key of `args` sets: `max_num_seqs`, `no-async-scheduling` and
-    `compilation-config.mode` set `max-num-seqs`, `async-scheduling` and `compilation-config`."""
+    """Flag that a key of `args` sets: `no-async-scheduling` sets `async-scheduling`,
+    `compilation-config.mode` sets `compilation-config`."""
     # vLLM's own spellings: `no-x` turns a switch off, `x.y` sets a key of a JSON flag, `x+`
     # appends.
     return word.replace("_", "-").partition(".")[0].rstrip("+").removeprefix("no-")
