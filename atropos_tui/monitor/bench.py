@@ -159,8 +159,11 @@ class RunBenchmark:
     avg_data_wait_s: float | None
     total_data_wait_s: float | None
     engine_idle_fraction: float | None
+    """Share of the time in which the engines had no request."""
     engine_capacity_used: float | None
+    """Used share of the engines' capacity, over the steps that report it."""
     accepted_tokens_per_s: float | None
+    """Generated tokens that were trained on, per second."""
     peak_bytes: int | None
     avg_bytes: int | None
     peak_rss_bytes: int | None
@@ -173,6 +176,7 @@ class RunBenchmark:
     held_out: float | None = None
     """Newest accuracy of the first environment that evaluates."""
     checkpoint_bytes: int | None = None
+    """Size of the newest checkpoint."""
     exit_code: int | None = None
     """None while it runs, or if unknown."""
 

@@ -261,6 +261,8 @@ class ClusterSection(Section):
     account: Words | None = None
     """slurm: account that pays for the job."""
     sbatch: list[SbatchOption] = Field(default_factory=list)
+    """slurm: further sbatch options, such as "--qos=high", one an entry; GPU options apply to nodes
+    with GPUs."""
     requeue: bool = True
     """slurm: at the time limit or after a preemption the run saves, queues again and continues."""
     ssh: list[str] = Field(default_factory=list)

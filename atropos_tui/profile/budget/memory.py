@@ -83,6 +83,8 @@ def take_inventory(site: Site, machine: Hardware | None = None) -> Inventory:
 
 @dataclass(frozen=True)
 class Item:
+    """Bytes of one component on one device; None if unknown."""
+
     component: str
     what: str
     bytes: int | None
@@ -97,6 +99,7 @@ class Device:
     name: str
     model: str = ""
     total: int | None = None
+    """Bytes; None for a GPU that this machine does not have."""
     items: list[Item] = field(default_factory=list)
 
     @property
