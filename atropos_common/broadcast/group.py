@@ -1,17 +1,10 @@
-"""Rendezvous, waiting and transport for both ends of a broadcast: a store with authenticated
-values, gloo, and NCCL.
+"""Rendezvous, waiting and transport for both ends of a broadcast: an authenticated store, gloo,
+NCCL. Needs torch, no vLLM.
 
-Every process that reaches the store's port can list, read, write and delete its keys. Each value
-therefore carries a MAC with the group's secret, and a value without one is ignored. Another process
-can prevent or break a group, but nothing it writes is used or parsed.
-
-NCCL is called through the few functions of its C interface that a broadcast needs. The ranks find
-each other by an id of 128 bytes: an address and a random number that NCCL requires on every
-connection. The id is therefore a secret and travels only in the call that the token protects.
-
-Every wait is a poll with a deadline that also watches the store of the trainer's rank 0
-(`Lifeline`). A rank stops waiting when that process dies or gives the group up, so a dead peer is
-an error and never a hang. Needs torch, unlike the rest of this package, and no vLLM.
+Every process that reaches the store's port can read and write keys, so each value carries a MAC
+with the group's secret. Every wait is a poll with a deadline that also watches the store of the
+trainer's rank 0 (`Lifeline`): a dead peer is an error and never a hang. NCCL's id is a secret too,
+and travels only in the call that the token protects.
 """
 
 from __future__ import annotations
@@ -38,28 +31,25 @@ POLL_S = 0.0002
 BRISK_S = 0.05
 """Seconds after which polls become rare."""
 LOOK_S = 0.1
-"""Seconds between checks of the trainer's store during a wait."""
+"""Seconds between checks of the trainer's store."""
 MAC_BYTES = 32
 NCCL_ID_BYTES = 128
 ABORT_S = 5.0
-"""Seconds that an abort, which can itself wait for the device, may take before its thread is
-abandoned."""
+"""Seconds for an abort, which can itself wait for the device."""
 NCCL_LIBRARIES = ("libnccl.so.2", "librccl.so.1")
-"""Library names under which torch has loaded NCCL; `VLLM_NCCL_SO_PATH` names another one, for vLLM
-and here."""
+"""Names under which torch has loaded NCCL; `VLLM_NCCL_SO_PATH` names another."""
 
 _UINT8 = 1
 
 
 class SealedStore(dist.Store):  # type: ignore[misc]
-    """A key-value store over another one that ignores values without the group's MAC."""
+    """Key-value store that ignores values without the group's MAC."""
 
     def __init__(self, store: Any, secret: bytes, timeout: timedelta) -> None:
         super().__init__()
         self._store, self._secret, self._timeout = store, secret, timeout
 
     def mac(self, name: str, value: bytes = b"") -> bytes:
-        """MAC of `name` and `value` under the group's secret."""
         # The length goes first, so that no other split of name and value has the same MAC.
         text = name.encode()
         return hmac.digest(self._secret, len(text).to_bytes(8, "big") + text + value, "sha256")
@@ -71,13 +61,12 @@ class SealedStore(dist.Store):  # type: ignore[misc]
         """Wait for the key.
 
         Raises:
-            RuntimeError: no member set it within the timeout, or the store is gone.
+            RuntimeError: no member set it in time, or the store is gone.
         """
         (value,) = self._awaited([key], self._timeout)
         return value
 
     def check(self, keys: list[str]) -> bool:
-        """Return True if members have set all keys."""
         return all(self._own(key) is not None for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -110,7 +99,7 @@ class SealedStore(dist.Store):  # type: ignore[misc]
 
 
 def own_address(towards: str) -> str:
-    """Address of this machine's interface on the route to `towards`.
+    """Address of this machine on the route to `towards`.
 
     Raises:
         RuntimeError: there is no route.
@@ -147,21 +136,18 @@ class Gloo:
             raise
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Any:
-        """Start to fill `tensor`, or to send it from `root`; keep the returned work until it is
-        done."""
+        """Fill `tensor`, or send it from `root`; keep the returned work until it is done."""
         options = dist.BroadcastOptions()
         options.rootRank = root
         return self._parts[1].broadcast([tensor], options)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Tensors of all ranks, by rank; shapes and dtypes are equal."""
         found = [torch.empty_like(tensor) for _ in range(self._parts[1].size())]
         self._parts[1].allgather([found], [tensor]).wait()
         return found
 
     def close(self, works: Sequence[Any] = ()) -> None:
-        """Leave without waiting: a group's destructor waits for work in flight up to its
-        timeout."""
+        """Leave without waiting: a group's destructor waits for work in flight."""
         # The objects are destroyed in the thread. A daemon thread is wrong here: the interpreter
         # aborts (SIGABRT) if it ends while one is inside C++.
         parts, self._parts = [*works, *self._parts], []
@@ -169,8 +155,7 @@ class Gloo:
 
 
 def prove(group: Any, store: SealedStore, rank: int, size: int) -> None:
-    """Verify all peers: gloo accepts any process that connects to a rank's port with a peer's
-    number.
+    """Verify all peers: gloo accepts any process with a peer's number.
 
     Raises:
         RuntimeError: another process connected, or a peer is gone.
@@ -189,8 +174,7 @@ def prove(group: Any, store: SealedStore, rank: int, size: int) -> None:
 
 
 def cut(chunk: Chunk, buffer: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
-    """Split `buffer`, uint8 of the chunk's bytes, into its pieces, each with the rank that sends
-    it."""
+    """Split `buffer` (uint8) into the chunk's pieces, each with the rank that sends it."""
     return [
         (buffer[piece.start - chunk.start : piece.end - chunk.start], piece.root)
         for piece in chunk.pieces
@@ -198,7 +182,7 @@ def cut(chunk: Chunk, buffer: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
 
 
 class LinkError(RuntimeError):
-    """The group did not form, or broke; the message names the phase."""
+    pass
 
 
 class Lifeline:
@@ -208,7 +192,7 @@ class Lifeline:
         """Find the trainer's store and report there.
 
         Args:
-            gpu: name of this rank's GPU, which no other rank may use; empty on a CPU.
+            gpu: name of this rank's GPU, which no other rank may use.
 
         Raises:
             LinkError: there is no store.
@@ -232,7 +216,6 @@ class Lifeline:
         self._rank = rank
 
     def connecting(self) -> None:
-        """Report to the trainer that this rank starts its part."""
         self.store.set(f"connecting/{self._rank}", b"1")
 
     def until(self, done: Callable[[], bool], phase: str, otherwise: str) -> None:
@@ -262,7 +245,6 @@ class Lifeline:
             raise self.died(phase, error) from None
 
     def died(self, phase: str, error: Exception) -> LinkError:
-        """The error for a broken connection to the trainer."""
         return LinkError(f"the trainer at {self._where} died (phase {phase}: {first_line(error)})")
 
 
@@ -272,17 +254,16 @@ def gpu_of(device: torch.device) -> str:
 
 
 LINE = 900
-"""Longest error message in characters; our own errors end with the way out."""
+"""Characters of an error message."""
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error's message, without torch's C++ stack; its type if the message is
-    empty."""
+    """First line of an error's message, without torch's C++ stack."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:LINE]
 
 
 class NcclError(RuntimeError):
-    """A call of NCCL failed, or NCCL is missing."""
+    pass
 
 
 class _Id(ctypes.Structure):
@@ -310,7 +291,7 @@ _CALLS = {
 
 
 def unique_id() -> bytes:
-    """A new group's id; the ranks find each other at this process.
+    """Id of a new group.
 
     Raises:
         NcclError: NCCL does not load, or finds no network interface.
@@ -321,8 +302,6 @@ def unique_id() -> bytes:
 
 
 class Communicator:
-    """One rank of a group, on the CUDA device that is current at construction."""
-
     def __init__(self, group_id: bytes, world_size: int, rank: int) -> None:
         """Connect; returns when every rank has joined.
 
@@ -345,7 +324,7 @@ class Communicator:
         """Queue broadcasts on a CUDA stream in one launch.
 
         Args:
-            pieces: address, size in bytes and sending rank of each piece.
+            pieces: address, size in bytes and sending rank of each.
 
         Raises:
             NcclError: a peer is lost, or this rank has left.
@@ -376,10 +355,8 @@ class Communicator:
 
 
 class Nccl:
-    """One rank of a group over NCCL, on `device`."""
-
     def __init__(self, group_id: bytes, rank: int, world_size: int, device: torch.device) -> None:
-        """Connect, and move one byte, because NCCL connects at its first use.
+        """Connect, and move one byte: NCCL connects at its first use.
 
         Raises:
             RuntimeError: no connection.
@@ -395,14 +372,13 @@ class Nccl:
                 raise
 
     def broadcast(self, pieces: Sequence[tuple[torch.Tensor, int]], stream: Any) -> None:
-        """Queue broadcasts of contiguous tensors, each with its sending rank, on a CUDA stream."""
+        """Queue broadcasts of contiguous tensors, each with its sending rank."""
         self._communicator.broadcast(
             [(tensor.data_ptr(), tensor.nbytes, root) for tensor, root in pieces],
             stream.cuda_stream,
         )
 
     def close(self) -> None:
-        """Leave, whatever state the others are in."""
         self._communicator.abort()
 
 

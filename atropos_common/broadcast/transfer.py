@@ -1,12 +1,10 @@
-"""Messages of a weight broadcast, and the layout of the sent bytes.
+"""Messages of a weight broadcast, and the layout of the sent bytes. Torch-free.
 
-    POST /bridge/transfer/init TransferInit -> BridgeInfo (every worker joins the trainer's group)
-    POST /bridge/transfer/update TransferUpdate -> TransferReport (pause, receive, reset the prefix
-    cache, resume)
+    POST /bridge/transfer/init    TransferInit -> BridgeInfo: every worker joins the trainer's group
+    POST /bridge/transfer/update  TransferUpdate -> TransferReport: pause, receive, resume
 
-The trainer's ranks are the first of the group; rank 0 leads. A server's workers follow from
-`first_rank` on. Both sides derive the same chunks and senders from the tensors' names, dtypes,
-shapes and owners, so a broadcast carries only bytes. Torch-free.
+The trainer's ranks come first in the group. Both sides derive the same chunks and senders from
+names, dtypes, shapes and owners, so a broadcast carries only bytes.
 """
 
 from __future__ import annotations
@@ -29,9 +27,9 @@ TransferBackend = Literal["nccl", "gloo"]
 """NCCL between GPUs, gloo for weights in CPU memory."""
 
 ALIGNMENT = 256
-"""Alignment in bytes of every tensor's start, as an allocator would give it."""
+"""Alignment of every tensor's start, in bytes."""
 SLOTS = 2
-"""Receive buffers of a worker: one is filled while the other is emptied."""
+"""Receive buffers of a worker: one fills while the other is emptied."""
 
 # Bytes of an element.
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -46,18 +44,17 @@ Secret = Annotated[
     BeforeValidator(_from_base64),
     PlainSerializer(lambda value: base64.b64encode(value).decode(), str),
 ]
-"""Bytes, as base64 in a message."""
+"""Base64 in a message."""
 
 
 class SentTensor(BridgeMessage):
-    """One parameter under its name in the checkpoint; a tied one is sent once."""
+    """One parameter under its checkpoint name; a tied one is sent once."""
 
     name: str
     dtype: Literal["float32", "bfloat16", "float16"]
     shape: list[int]
     owners: list[tuple[int, int]] = Field(default_factory=list)
-    """Rank and number of bytes of each part, in order, if the trainer's ranks have parts; empty:
-    rank 0 has all of it."""
+    """Rank and bytes of each part, in order; empty: rank 0 has all of it."""
 
     @property
     def nbytes(self) -> int:
@@ -65,19 +62,18 @@ class SentTensor(BridgeMessage):
 
 
 class TransferInit(BridgeMessage):
-    """Rendezvous of a server's workers with the group, and what it will send."""
+    """Rendezvous of a server's workers, and what the group will send."""
 
     backend: TransferBackend
     address: str
     port: int = Field(ge=1, le=65535)
-    """Port of the trainer's key-value store, where the group meets."""
+    """Port of the trainer's key-value store."""
     key: str
-    """Prefix of the group's keys in the store, new for each group. Not secret: every process that
-    reaches the port can list it."""
+    """Prefix of the group's keys, new for each group. Not secret."""
     secret: Secret = Field(min_length=32, repr=False)
-    """Secret of the group, new for each one; values in the store without its MAC are ignored."""
+    """Values without its MAC are ignored."""
     nccl_id: Secret = Field(b"", repr=False)
-    """Id by which the NCCL ranks find and verify each other, also secret; empty for gloo."""
+    """Id by which NCCL ranks verify each other, also secret; empty for gloo."""
     first_rank: int = Field(ge=1)
     world_size: int = Field(ge=2)
     timeout_s: float = Field(gt=0)
@@ -86,8 +82,8 @@ class TransferInit(BridgeMessage):
 
 
 def meeting_place(init_method: str, env: Mapping[str, str]) -> tuple[str, str]:
-    """Address and port, as text, of a broadcast's rendezvous: `--init-method`, else MASTER_ADDR and
-    MASTER_PORT; by default the loopback and any free port."""
+    """Address and port of a broadcast's rendezvous: `--init-method`, else MASTER_ADDR and
+    MASTER_PORT, else the loopback and any free port."""
     # `[...]` around an IPv6 address.
     found = re.fullmatch(r"tcp://\[?(.+?)\]?:(\d+)", init_method)
     if found:
@@ -96,18 +92,15 @@ def meeting_place(init_method: str, env: Mapping[str, str]) -> tuple[str, str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return True if only this machine reaches `address`. The only known name is `localhost`;
-    nothing is resolved."""
+    """Only this machine reaches `address`. Nothing is resolved."""
     return address.lower() == "localhost" or any(each.is_loopback for each in _numbers(address))
 
 
 def is_wildcard(address: str) -> bool:
-    """Return True if listening on `address` means every interface."""
     return any(each.is_unspecified for each in _numbers(address))
 
 
 def _numbers(address: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """`address` as a number, in any notation; empty for a name."""
     try:
         # AI_NUMERICHOST accepts every notation of a number (0x7f.1) but never asks DNS.
         (found, *_) = socket.getaddrinfo(address, None, flags=socket.AI_NUMERICHOST)
@@ -136,15 +129,13 @@ class TransferReport(BridgeMessage):
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor and its first byte in the stream of all."""
-
     tensor: SentTensor
     start: int
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes `start` to `end` of the stream, which rank `root` of the group broadcasts."""
+    """Bytes `start` to `end` of the stream, which rank `root` broadcasts."""
 
     root: int
     start: int
@@ -153,7 +144,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes `start` to `end` of the stream that are received together: whole tensors."""
+    """Bytes of the stream that are received together: whole tensors."""
 
     start: int
     end: int
@@ -161,7 +152,7 @@ class Chunk:
 
     @cached_property
     def pieces(self) -> list[Piece]:
-        """The broadcasts that fill the chunk, in order; padding belongs to the preceding piece."""
+        """Broadcasts that fill the chunk; padding belongs to the preceding piece."""
         starts: list[tuple[int, int]] = []
         for placed in self.tensors:
             at = placed.start
@@ -179,7 +170,7 @@ class Chunk:
 
 
 def place(tensors: Sequence[SentTensor]) -> tuple[list[Placed], int]:
-    """Start of each tensor in the stream, and the size of the stream in bytes."""
+    """Start of each tensor in the stream, and the stream's size in bytes."""
     placed, end = [], 0
     for tensor in tensors:
         placed.append(Placed(tensor, end))
@@ -189,8 +180,8 @@ def place(tensors: Sequence[SentTensor]) -> tuple[list[Placed], int]:
 
 
 def chunks(tensors: Sequence[SentTensor], chunk_bytes: int) -> list[Chunk]:
-    """The stream, cut between tensors into parts of at most `chunk_bytes`; a larger tensor is its
-    own chunk."""
+    """The stream, cut between tensors into at most `chunk_bytes`; a larger tensor is its own
+    chunk."""
     placed, total = place(tensors)
     parts: list[Chunk] = []
     first = 0

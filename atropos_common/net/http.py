@@ -1,12 +1,7 @@
-"""Settings of all HTTP clients of this project, and the checks that all its servers apply to Host,
-Origin and key.
+"""Settings of all HTTP clients, and the servers' checks of Host, Origin and key.
 
-A web page whose domain resolves to this machine sends its own name in the Host header; the servers
-refuse that.
-
-A server that other machines reach requires a key: as the API key of an OpenAI client
-(`Authorization: Bearer KEY`), or as the password in a URL (`http://atropos:KEY@HOST`, sent as
-Basic).
+A web page whose domain resolves to this machine sends its own name in the Host header. A server
+that other machines reach requires a key: `Authorization: Bearer KEY`, or the password in a URL.
 """
 
 from __future__ import annotations
@@ -25,17 +20,13 @@ from atropos_common.protocol.bridge import TOKEN_HEADER
 from atropos_common.system.run_dir import ENV_ALLOWED_HOSTS, ENV_DOOR_KEY
 
 LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=2.0)
-"""Connection limits of clients. uvicorn, as in run-api and stock vLLM, closes a connection after
-five idle seconds. httpx's default expiry is equal, and a request at that moment is lost. A client
-with its own transport ignores `limits`: pass them to the transport."""
+"""uvicorn closes a connection after five idle seconds, httpx's own default, and a request at
+that moment is lost. A client with its own transport ignores `limits`."""
 
 
 def certificates(url: str) -> ssl.SSLContext | bool:
-    """Value of httpx's `verify` for a client of `url`.
-
-    Reading the machine's certificates takes 20 to 100 ms of a core for each client. A client of an
-    http:// address skips that; if it is redirected to https, it trusts no certificate.
-    """
+    """httpx's `verify` for a client of `url`. Reading the machine's certificates takes 20 to 100
+    ms; an http:// address needs none."""
     # `True` lets httpx load the machine's certificates.
     return True if url.lower().startswith("https:") else _no_certificates()
 
@@ -46,11 +37,10 @@ def _no_certificates() -> ssl.SSLContext:
 
 
 AFTER_HEADER = "X-Atropos-After"
-"""Header of our trainer's `GET /batch`: name of the previous batch, empty for none. Our run-api
-then drops that batch and keeps the next one until its name arrives; other versions ignore the
-header."""
+"""Name of the previous batch in our trainer's `GET /batch`. Our run-api then drops that batch
+and keeps the next one."""
 BATCH_HEADER = "X-Atropos-Batch"
-"""Response header: name of a batch that run-api keeps."""
+"""Name of a batch that run-api keeps."""
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 _WILDCARD_HOSTS = frozenset({"", "0.0.0.0", "::"})
@@ -61,31 +51,28 @@ DOOR_USER = "atropos"
 
 
 def door_key(token: str) -> str:
-    """Key of a run, derived from its token. The key reveals neither the token nor what the token
-    opens."""
+    """Key of a run, derived from its token, which it does not reveal."""
     # One-way: an environment that has the key cannot compute the token.
     return hmac.digest(token.encode(), b"door", "sha256").hex()
 
 
 def door_headers(env: Mapping[str, str]) -> dict[str, str]:
-    """Headers that a component sends to the run's servers, from its environment; empty on a single
-    machine."""
+    """Headers that a component sends to the run's servers; empty on a single machine."""
     return {"Authorization": f"Bearer {key}"} if (key := env.get(ENV_DOOR_KEY)) else {}
 
 
 def door_keys(bound: str, token: str) -> frozenset[str]:
-    """Keys that a server bound to `bound` accepts; empty if only this machine reaches it, or
-    without a token."""
+    """Keys that a server bound to `bound` accepts; empty if only this machine reaches it."""
     return frozenset() if not token or is_loopback(bound) else run_keys(token)
 
 
 def run_keys(token: str) -> frozenset[str]:
-    """Secrets that prove a request to belong to the run of `token`."""
+    """Secrets that prove a request to belong to the run."""
     return frozenset({token, door_key(token)})
 
 
 def opens(authorization: str | None, keys: Collection[str]) -> bool:
-    """Return True if an Authorization header carries one of `keys`."""
+    """The Authorization header carries one of `keys`."""
     scheme, _, given = (authorization or "").partition(" ")
     if scheme.lower() == "basic":
         try:
@@ -101,14 +88,14 @@ def opens(authorization: str | None, keys: Collection[str]) -> bool:
 
 
 def has_token(headers: Mapping[str, str], token: str) -> bool:
-    """Return True if a request carries the run's token; False without a token."""
+    """The request carries the run's token."""
     given = headers.get(TOKEN_HEADER, "")
     # Constant time, so that the answer's timing does not reveal the token.
     return bool(token) and hmac.compare_digest(given.encode("latin-1", "replace"), token.encode())
 
 
 def key_refusal(what: str) -> tuple[int, str]:
-    """HTTP status and reason for a request without the key."""
+    """Status and reason for a request without the key."""
     return 401, (
         f"{what} is open to other machines, so it requires the run's key: send it as "
         f"`Authorization: Bearer KEY` "
@@ -127,22 +114,21 @@ def host_name(header: str) -> str:
 
 
 def allowed_hosts(bound: str | None, extra: Iterable[str] = ()) -> frozenset[str]:
-    """Names that a Host header may carry for a server bound to `bound`."""
+    """Names in the Host header for a server bound to `bound`."""
     own = set() if bound is None or bound in _WILDCARD_HOSTS else {host_name(bound)}
     return LOOPBACK_HOSTS | own | frozenset(extra)
 
 
 def hosts_in(env: Mapping[str, str], name: str) -> frozenset[str]:
-    """Hosts in the variable `name` of `env`, separated by commas; lower case."""
+    """Hosts in the variable `name`, separated by commas."""
     return frozenset(host.strip().lower() for host in env.get(name, "").split(",") if host.strip())
 
 
 def page_refusal(headers: Mapping[str, str], hosts: frozenset[str]) -> tuple[int, str] | None:
-    """HTTP status and reason where a web page of another site asks; None for our own pages and for
-    programs.
+    """Status and reason where a web page of another site asks.
 
     `Origin` names the site of a script's request. A tag such as `<img>` sends none, but the browser
-    adds `Sec-Fetch-Site` to it.
+    adds `Sec-Fetch-Site`.
     """
     if (origin := headers.get("origin")) is not None and host_name(
         origin.partition("://")[2]
@@ -156,8 +142,7 @@ def page_refusal(headers: Mapping[str, str], hosts: frozenset[str]) -> tuple[int
 
 
 def host_refusal(header: str | None, hosts: frozenset[str]) -> tuple[int, str] | None:
-    """HTTP status and reason where a Host header is missing or names none of `hosts`; None if it is
-    correct."""
+    """Status and reason where a Host header names none of `hosts`."""
     if not header:
         return 400, "the Host header is missing"
     if host_name(header) in hosts:

@@ -1,4 +1,4 @@
-"""Address and network interface of this machine, as the other machines of a run reach it."""
+"""Address and network interface of this machine, as other machines of a run reach it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def address_here() -> str:
     """Numeric address under which other machines reach this one.
 
     Raises:
-        NoSuchAddress: ATROPOS_NODE_ADDRESS is not an address of this machine.
+        NoSuchAddress: ATROPOS_NODE_ADDRESS is not of this machine.
     """
     named = os.environ.get(ENV_NODE_ADDRESS, "127.0.0.1")
     try:
@@ -51,7 +51,6 @@ def address_here() -> str:
 
 
 def interface_of(number: str) -> str:
-    """Network interface of this machine that has the address."""
     interfaces = psutil.net_if_addrs().items()
     return next(
         (name for name, found in interfaces if any(each.address == number for each in found)), "lo"

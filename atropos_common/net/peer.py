@@ -1,8 +1,7 @@
-"""User of the process at the other end of a connection on this machine.
+"""User of the process at the other end of a local connection.
 
-The kernel answers by `sock_diag` for one socket in a few microseconds. Where that is missing (no
-kernel module, a sandbox), `/proc/net/tcp` has the same data, but lists every connection of the
-machine: 3 ms at least, 30 ms for three thousand connections.
+The kernel answers by `sock_diag` in microseconds. Otherwise `/proc/net/tcp` has the data, but lists
+every connection: 3 ms at least.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ IP = IPv4Address | IPv6Address
 
 PROC_NET = Path("/proc/self/net")
 LISTENING = 10
-"""State of a listening socket, which has no other end."""
+"""State of a socket without another end."""
 _SOCK_DIAG, _BY_FAMILY, _REQUEST, _ANY = 4, 20, 1, 0xFFFFFFFF
 """NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST, and any state, interface or cookie."""
 _HEADER = struct.Struct("=IHHII")
 """nlmsghdr: length, type, flags, sequence, port."""
 _QUESTION = struct.Struct("=BBBBI4s16s16sIII")
-"""inet_diag_req_v2: family, protocol, extensions, padding, states; ports, two addresses, interface,
-cookie."""
+"""inet_diag_req_v2: family, protocol, extensions, padding, states; ports, two addresses,
+interface, cookie."""
 _ANSWER = struct.Struct("=BBBB48sIIIII")
 """inet_diag_msg: family, state, timer, retransmits, the same socket, expiry, two queues, uid,
 inode."""
@@ -40,10 +39,10 @@ class UnknownPeerError(Exception):
 
 
 def way() -> Callable[[Address, Address], int]:
-    """The fastest function of this system that returns the uid at the other end of a connection.
+    """The fastest function that returns the uid at the other end, from the addresses of that end
+    and ours.
 
-    Its arguments are the addresses of that end and of ours. It raises `UnknownPeerError` if the
-    other end is closed, on another machine, or not reported.
+    It raises `UnknownPeerError` if the other end is closed, on another machine, or not reported.
     """
     with contextlib.suppress(OSError, UnknownPeerError):
         # Try it on a connection of our own: a sandbox may accept the socket but not answer.
@@ -58,7 +57,7 @@ def way() -> Callable[[Address, Address], int]:
 
 
 class Kernel:
-    """Queries by `sock_diag` over one socket.
+    """Queries by `sock_diag`.
 
     Raises:
         OSError: the system has no such socket.
@@ -69,7 +68,6 @@ class Kernel:
         self._asked = 0
 
     def uid(self, client: Address, server: Address) -> int:
-        """The uid at `client`; see `way`."""
         theirs, ours = _ip(client), _ip(server)
         family = socket.AF_INET if theirs.version == 4 else socket.AF_INET6
         both = (
@@ -94,7 +92,7 @@ class Kernel:
 
 
 def listed(client: Address, server: Address) -> int:
-    """The uid at `client`, from /proc/net/tcp and tcp6; see `way`."""
+    """From /proc/net/tcp and tcp6; see `way`."""
     theirs, ours = _ip(client), _ip(server)
     for table, mapped in (("tcp", False), ("tcp6", True)):
         ends = (_shown(theirs, client[1], mapped), _shown(ours, server[1], mapped))
@@ -109,7 +107,7 @@ def listed(client: Address, server: Address) -> int:
 
 
 def _held(*, state: int, uid: int, inode: int) -> int:
-    """Return `uid` if a process holds the socket: a closed one has no inode, and may be listed as
+    """`uid` if a process holds the socket: a closed one has no inode, and may be listed as
     root's."""
     if inode == 0 or state == LISTENING:
         raise UnknownPeerError
@@ -126,8 +124,7 @@ def _ip(address: Address) -> IP:
 
 
 def _shown(ip: IP, port: int, mapped: bool) -> bytes:
-    """An address as the tables print it: words in this machine's byte order; `mapped`: IPv4 in
-    tcp6's form."""
+    """Words in this machine's byte order; `mapped`: IPv4 in tcp6's form."""
     packed = b"\0" * 10 + b"\xff\xff" + ip.packed if mapped and ip.version == 4 else ip.packed
     words = (int.from_bytes(packed[at : at + 4], sys.byteorder) for at in range(0, len(packed), 4))
     return b"%s:%04X" % (b"".join(b"%08X" % word for word in words), port)

@@ -1,15 +1,10 @@
 """A loopback port that its owner holds for one program, from before its first start until after its
 last.
 
-Between two attempts of a server its port would be free. Another user who takes it would receive
-prompts and the run's token. So the owner keeps a bound socket that does not listen. Connections are
-refused, and no other program can bind, except processes of the same user with SO_REUSEPORT: the
-kernel compares user ids. The owned program does so (`bind`), informed by ATROPOS_HELD_PORT, and
-excludes further binds once it listens (`listen`).
-
-Handing the one socket over would not work: to listen again the program needs SO_REUSEADDR because
-of lingering connections, and until it listens any user may bind beside it. A process that tries
-continuously succeeds within some dozen restarts.
+Another user who takes the port between two attempts would receive prompts and the token. So the
+owner keeps a bound socket that does not listen; only processes of the same user with SO_REUSEPORT
+can bind beside it. The owned program does so, and excludes further binds once it listens. Handing
+the socket over would not work: until the program listens, any user may bind beside it.
 """
 
 from __future__ import annotations
@@ -25,8 +20,7 @@ LOOPBACK = "127.0.0.1"
 BACKLOG = 2048
 """Connections that wait to be accepted; uvicorn's default."""
 _TRY_S = 2.0
-"""Seconds of retries for a held port: another user's failing attempt to listen blocks it for a
-moment."""
+"""Seconds of retries for a held port: another user's failing attempt blocks it for a moment."""
 _BESIDE = "127.0.0.2"
 """Another loopback address, where none of our programs listens."""
 
@@ -35,7 +29,7 @@ def hold(port: int) -> socket.socket:
     """Hold `port` until the socket is closed.
 
     Raises:
-        OSError: another program uses or holds it; EADDRINUSE.
+        OSError: another program uses or holds it.
     """
     held = socket.socket()
     try:
@@ -53,7 +47,7 @@ def hold(port: int) -> socket.socket:
 
 
 def is_held(port: int, env: Mapping[str, str]) -> bool:
-    """Return True if the parent process holds `port` for this one, by its environment."""
+    """The parent process holds `port` for this one."""
     return env.get(ENV_HELD_PORT) == str(port)
 
 
@@ -61,7 +55,7 @@ def bind(host: str, port: int, *, held: bool) -> socket.socket:
     """A socket bound to `port` that does not listen yet.
 
     Args:
-        held: the parent holds the port for this process.
+        held: the parent holds the port.
 
     Raises:
         OSError: another program uses it.
@@ -78,8 +72,7 @@ def bind(host: str, port: int, *, held: bool) -> socket.socket:
 
 
 def listen(bound: socket.socket) -> None:
-    """Listen exclusively: from here on no program of the same user can bind beside it, not even by
-    mistake.
+    """Listen exclusively: no program of the same user can bind beside it any more.
 
     Raises:
         OSError: another program listens there.
@@ -93,11 +86,6 @@ def listen(bound: socket.socket) -> None:
 
 
 def _persistently(take: Callable[[], None], seconds: float) -> None:
-    """Retry to take a port for `seconds` while it is in use.
-
-    Raises:
-        OSError: it is still in use.
-    """
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The BENCHMARK SUMMARY as text, equal at the end of a run and in `atropos-tui bench`. Pure."""
+"""The BENCHMARK SUMMARY as text. Pure."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ FOREIGN = 1e15
 """Seconds or bytes above which a figure is not plausible."""
 
 Section = tuple[str, list[tuple[str, str]]]
-"""Title ("" for the first section), and figures by name, ready to show."""
+"""Title ("" for the first), and figures by name."""
 
 
 def summary_sections(figures: Any, *, no_memory: str = NO_DATA) -> list[Section]:
     """Figures of a run, in sections.
 
     Args:
-        figures: object with the fields of a `benchmark` record; seconds and bytes, None where there
-            is no data.
+        figures: object with the fields of a `benchmark` record.
         no_memory: text in place of GPU memory where there is none.
     """
     # The guides print minutes as well.
@@ -62,7 +61,7 @@ def summary_sections(figures: Any, *, no_memory: str = NO_DATA) -> list[Section]
 
 
 def summary_text(title: str, sections: Sequence[Section]) -> str:
-    """Text block; `title` is the mode and further remarks on the figures."""
+    """`title` is the mode and further remarks."""
     lines = [f"BENCHMARK SUMMARY {title}"]
     for name, figures in sections:
         indent = "    " if name else "  "
@@ -86,7 +85,7 @@ def share_text(value: float | None) -> str:
 
 
 def waiting_share(figures: Any) -> float | None:
-    """Share of all steps' time in which the trainer waited for rollouts; None without data."""
+    """Share of all steps' time in which the trainer waited for rollouts."""
     wait, whole = figures.total_data_wait_s, figures.total_step_s
     # `not whole` also covers a recording without steps.
     return None if wait is None or not whole else wait / whole
@@ -97,7 +96,7 @@ def gigabytes_text(value: float | None, no_data: str = NO_DATA) -> str:
 
 
 def figure_text(value: float | None, write: Callable[[float], str], no_data: str = NO_DATA) -> str:
-    """Format `value` with `write`; infinite, NaN and implausible values become short texts."""
+    """Infinite, NaN and implausible values become short texts."""
     if value is None:
         return no_data
     # True for NaN alone.

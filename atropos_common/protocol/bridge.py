@@ -1,18 +1,17 @@
 """Messages between trainer and inference server, and the digest that links a completion to its
 weight version.
 
-    GET  /bridge/info                          -> BridgeInfo
-    POST /bridge/pause     PauseRequest        -> BridgeInfo      freezes or ends requests
-    POST /bridge/resume    ResumeRequest       -> BridgeInfo      prefix cache reset, version set
-    POST /bridge/load      LoadWeightsRequest  -> WeightsLoaded   pause, load and resume in one
-    POST /bridge/versions  VersionsRequest     -> VersionsResponse
-    POST /bridge/logprobs  LogprobsRequest     -> LogprobsResponse
-    POST /bridge/routing   RoutingRequest      -> RoutingResponse if the engine records experts
-    POST /lora/load        LoadAdapterRequest  -> AdapterInfo     new name and id; sets the version
+    GET  /bridge/info      -> BridgeInfo
+    POST /bridge/pause     PauseRequest -> BridgeInfo: freezes or ends requests
+    POST /bridge/resume    ResumeRequest -> BridgeInfo: prefix cache reset, version set
+    POST /bridge/load      LoadWeightsRequest -> WeightsLoaded: pause, load, resume
+    POST /bridge/versions  VersionsRequest -> VersionsResponse
+    POST /bridge/logprobs  LogprobsRequest -> LogprobsResponse
+    POST /bridge/routing   RoutingRequest -> RoutingResponse
+    POST /lora/load        LoadAdapterRequest -> AdapterInfo: sets the version
 
-A resume and a load of an adapter also release the hold on generation. All requests carry the run's
-token in the header `TOKEN_HEADER`. A request may name its server in `INSTANCE_HEADER`: a different
-server answers 503, and so does one that is shutting down or whose engine has died.
+A resume and a load of an adapter also release the hold on generation. Each request carries the
+run's token.
 """
 
 from __future__ import annotations
@@ -26,54 +25,49 @@ from pydantic import BaseModel, ConfigDict, Field
 
 TOKEN_HEADER = "X-Atropos-Token"
 INSTANCE_HEADER = "X-Atropos-Instance"
-"""Request header: the `instance_id` of the only server that may answer."""
+"""The `instance_id` of the only server that may answer."""
 SPLIT_HEADER = "X-Atropos-Split"
-"""Request header for completions: `train` for rollouts, `eval` for evaluations, which sample
-freely."""
+"""Header of completions: `train` for rollouts, `eval` for evaluations, which sample freely."""
 SAMPLING_HEADER = "X-Atropos-Sampling"
-"""Response header: names of the sampling options that were removed from the request."""
+"""Sampling options that were removed from the request."""
 ENV_SAMPLING = "ATROPOS_SAMPLING"
 ENV_OPEN_GENERATION = "ATROPOS_OPEN_GENERATION"
-"""1: other users of this machine may ask a server for completions without a key."""
+"""If "1", other users may request completions without a key."""
 SamplingPolicy = Literal["plain", "as_asked", "refuse"]
-"""Policy for sampling options of rollouts that would change the importance ratio. plain: the server
-removes them. as_asked: it applies them and returns the logprobs of the whole distribution. refuse:
-it answers 400."""
+"""Policy for sampling options of rollouts that change the importance ratio: remove them, apply
+them and return logprobs of the whole distribution, or answer 400."""
 # The names start with `atropos:`, so that they never collide with vLLM's own.
 METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS = (
     "atropos:idle_seconds_total",
     "atropos:generation_requests_total",
     "atropos:max_num_seqs",
 )
-"""Names in `/metrics`: seconds without a request for completions; such requests; most sequences
-computed at a time."""
+"""Seconds without a request; completion requests; most sequences at a time."""
 METRIC_CAPACITY = "atropos:capacity_tokens_per_second"
-"""Name in `/metrics`: the engine's largest token rate; missing while it is unknown."""
+"""The engine's largest token rate; missing while unknown."""
 METRIC_VERSION = "atropos:weight_version"
-"""Name in `/metrics`: the answering weight version; missing before the first."""
+"""Missing before the first version."""
 GONE_STATUS = 503
-"""HTTP status of a server that cannot do the requested action now: wait for it, or for its
-successor."""
+"""The server cannot do this now: wait for it, or for its successor."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for --max-lora-rank."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""peft's names for the two files of a saved adapter."""
+"""peft's two files of a saved adapter."""
 ADAPTER_PREFIX = "base_model.model."
 """peft's prefix of every tensor name."""
 # Batch sizes for captured CUDA graphs, denser where small batches gain most.
 FEW_GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
 
 MOST_DIGESTS = 65536
-"""Limit of digests in one `VersionsRequest`."""
+"""Digests in one `VersionsRequest`."""
 MOST_COMPLETIONS = 256
-"""Limit of completions in one `LogprobsRequest` or `RoutingRequest`."""
+"""Completions in one `LogprobsRequest` or `RoutingRequest`."""
 ROUTING_FLAG = "enable-return-routed-experts"
-"""vLLM's flag to record the experts of every completion."""
+"""vLLM's flag to record experts."""
 
 InFlight = Literal["keep", "wait", "recompute"]
-"""Effect of a pause on requests in flight. keep: they freeze, go on with the new weights and carry
-both versions. wait: they first end with the old weights. recompute: they restart with the new
-weights; streams of vLLM's own routes end with the finish reason "abort"."""
+"""Requests in flight during a pause. keep: they freeze and go on with the new weights. wait:
+they end with the old weights. recompute: they restart; streams end with "abort"."""
 
 
 # JavaScript and others keep numbers as doubles, which have 53 bits of mantissa.
@@ -95,63 +89,60 @@ class BridgeInfo(BridgeMessage):
     weight_version: int | None = None
     """None before the trainer's first version."""
     held: bool = False
-    """Generation waits for the first weights, except for requests with the token."""
+    """Generation waits for the first weights."""
     # A pause lasts for one publish; the hold ends with the first version.
     paused: bool = False
     dirty: bool = False
-    """A write to the weights has begun and has not been declared complete."""
+    """A write to the weights has begun and is not complete."""
     shared_weights: bool = False
     manifest: str | None = None
     exported: int = 0
-    """Number of tensors in the manifest."""
+    """Tensors in the manifest."""
     workers: int = 1
-    """Number of processes that hold the model or a part of it: tensor, pipeline and data parallel
-    ranks."""
+    """Processes that hold the model or a part of it."""
     receives: Literal["nccl", "gloo"] | None = None
-    """Backend over which it receives broadcasts; None: it was not started for them."""
+    """Backend of broadcasts; None: it was not started for them."""
     load_obstacle: str | None = "it was started without ATROPOS_WEIGHT_UPDATES=1"
-    """Reason why `/bridge/load` cannot replace the weights while the server runs; None if it
-    can."""
+    """Why `/bridge/load` cannot replace the weights."""
     started_from: str | None = None
-    """Folder of the weights that this server started with; None for the model's own."""
+    """Folder of the start weights; None for the model's own."""
     block_size: int | None = None
-    """Tokens in one block of the KV cache: a shorter prompt leaves nothing in the prefix cache."""
+    """Tokens in one block: a shorter prompt leaves nothing in the prefix cache."""
     idle_s: float | None = None
-    """Seconds since its start without a request for completions in flight; None if not counted."""
+    """Seconds without a request since its start."""
     generated_tokens: int | None = None
-    """Tokens generated since its start; None if not counted."""
+    """Tokens since its start."""
     capacity_tokens_per_s: float | None = None
-    """Largest token rate of the engine; None while it is unknown."""
+    """Largest token rate."""
     records_routing: bool = False
     """The server records expert choices and answers `/bridge/routing`."""
     eager_because: str | None = None
-    """Reason why this server gave up CUDA graphs and compiled code; None if it did not."""
+    """Why this server gave up CUDA graphs."""
 
 
 class PauseRequest(BridgeMessage):
     lease_s: float = 60.0
-    """Seconds without a resume after which a clean server resumes by itself; a dirty one becomes
+    """Seconds without a resume after which a clean server resumes; a dirty one becomes
     unhealthy."""
     dirty: bool = False
     """Weights are about to be written in place."""
     holder: str = Field("", max_length=64)
-    """Holder of the pause. Only its own resume counts from then on; a pause by another client takes
-    the lease over."""
+    """Only its own resume counts; a pause by another client takes the lease over."""
     in_flight: InFlight = "keep"
     wait_s: float = Field(30.0, gt=0)
-    """Seconds after which `wait` freezes the requests that are left."""
+    """Seconds after which `wait` freezes the rest."""
 
 
 class ResumeRequest(BridgeMessage):
     weight_version: int = Field(le=MAX_VERSION)
-    """Number of optimizer steps in the weights now in place; 0 is the base model."""
+    """Optimizer steps in the weights now in place; 0 is the base model."""
     holder: str = Field("", max_length=64)
     """Holder of the pause, as in its `PauseRequest`."""
 
 
 class LoadWeightsRequest(BridgeMessage):
     path: str
-    """Folder of safetensors under the model's own names, below the run directory."""
+    """Folder of safetensors below the run directory."""
     weight_version: Version
     lease_s: float = Field(600.0, gt=0, le=24 * 3600)
     """Seconds after which an unfinished load leaves the server unhealthy."""
@@ -159,7 +150,7 @@ class LoadWeightsRequest(BridgeMessage):
     wait_s: float = Field(30.0, gt=0)
     """Both as in `PauseRequest`."""
     at_restart: bool = False
-    """Change nothing now; the next start of this server loads these weights."""
+    """Change nothing now; the next start loads these weights."""
 
 
 class WeightsLoaded(BridgeMessage):
@@ -174,12 +165,12 @@ class WeightsLoaded(BridgeMessage):
 
 class LoadAdapterRequest(BridgeMessage):
     path: str
-    """Folder written by peft's `save_pretrained`, below the run directory."""
+    """Folder of peft's `save_pretrained`, below the run directory."""
     weight_version: Version
 
 
 class AdapterInfo(BridgeMessage):
-    """The answering LoRA adapter; None values: the base model answers."""
+    """The answering LoRA adapter; None: the base model answers."""
 
     enabled: bool
     name: str | None = None
@@ -187,9 +178,9 @@ class AdapterInfo(BridgeMessage):
     path: str | None = None
     max_lora_rank: int | None = None
     retiring: int = 0
-    """Number of older adapters with completions in flight."""
+    """Older adapters with completions in flight."""
     retiring_paths: list[str] = Field(default_factory=list)
-    """Folders of those adapters; the server may read them until then."""
+    """Their folders; the server may read them until then."""
 
 
 class VersionsRequest(BridgeMessage):
@@ -199,8 +190,7 @@ class VersionsRequest(BridgeMessage):
 class VersionsResponse(BridgeMessage):
     # Two versions differ if a publish came while the completion was generated.
     versions: list[tuple[int, int] | None]
-    """Oldest and newest weight version of each completion, in request order; None for an unknown
-    one."""
+    """Oldest and newest version of each completion; None if unknown."""
 
 
 GREEDY_BELOW = 1e-5
@@ -208,8 +198,7 @@ GREEDY_BELOW = 1e-5
 
 
 class LogprobsRequest(BridgeMessage):
-    """Completions that reached the trainer without logprobs: `prompts[i]` is the `prompt_digest` of
-    all tokens before `completions[i]`, which are generated token ids."""
+    """Completions without logprobs: `prompts[i]` is the `prompt_digest` before `completions[i]`."""
 
     prompts: list[str] = Field(max_length=MOST_COMPLETIONS)
     completions: list[list[int]] = Field(max_length=MOST_COMPLETIONS)
@@ -219,8 +208,7 @@ class KnownLogprobs(BridgeMessage):
     """Logprobs of one completion, as the engine computed them."""
 
     logprobs: list[float]
-    """Logprobs in nats at `temperature`, one for each requested token; fewer if the last tokens are
-    not the engine's."""
+    """Logprobs in nats at `temperature`; fewer if the last tokens are not the engine's."""
     temperature: float
     oldest_version: int
     """Oldest weight version that contributed."""
@@ -228,12 +216,11 @@ class KnownLogprobs(BridgeMessage):
 
 class LogprobsResponse(BridgeMessage):
     found: list[KnownLogprobs | None]
-    """In request order; None for an unknown or forgotten completion."""
+    """None for an unknown completion."""
 
 
 class RoutingRequest(BridgeMessage):
-    """Completions whose experts are requested, named as in `LogprobsRequest`; `starts[i]` is the
-    first token of prompt and completion that is wanted."""
+    """Completions whose experts are requested; `starts[i]` is the first token wanted."""
 
     prompts: list[str] = Field(max_length=MOST_COMPLETIONS)
     completions: list[list[int]] = Field(max_length=MOST_COMPLETIONS)
@@ -241,21 +228,20 @@ class RoutingRequest(BridgeMessage):
 
 
 class KnownRouting(BridgeMessage):
-    """Expert choices, [tokens, layers, experts per token], from the requested token on; the last
-    token, which the engine never read, has none."""
+    """Expert choices, [tokens, layers, experts per token]; the last token has none."""
 
     shape: tuple[int, int, int]
     wide: bool = False
-    """Two bytes per expert, little-endian; False: one byte."""
+    """Two bytes per expert, little-endian."""
     data: str
     """The array in base64."""
 
 
 class RoutingResponse(BridgeMessage):
     found: list[KnownRouting | None]
-    """In request order; None for an unknown or forgotten completion."""
+    """None for an unknown completion."""
     dropped: int = 0
-    """Number of completions that this server has dropped for newer ones."""
+    """Completions dropped for newer ones."""
 
 
 def server_rank(rank: int) -> int | None:
@@ -265,13 +251,8 @@ def server_rank(rank: int) -> int | None:
 
 
 def few_graph_sizes(max_num_seqs: int = 1024) -> list[int]:
-    """--cudagraph-capture-sizes for an engine that restarts often: a third of vLLM's own sizes, up
-    to the same limit.
-
-    vLLM captures every size up to 512 in steps of 8 and 16, which is a third of a warm start. A
-    batch between two sizes is padded to the next one; that costs little, because decoding is bound
-    by reading the weights.
-    """
+    """Graph sizes for an engine that restarts often: a third of vLLM's own. A batch between two
+    sizes is padded; decoding is bound by reading the weights."""
     # The largest size that vLLM itself captures.
     limit = min(2 * max_num_seqs, 512)
     return [*(size for size in FEW_GRAPH_SIZES if size < limit), limit]
@@ -286,14 +267,9 @@ def prompt_digest(token_ids: Sequence[int]) -> str:
 
 
 def completion_digest(token_ids: Sequence[int], logprobs: Sequence[float]) -> str:
-    """Digest of one completion from data that every client gets back: token ids and their logprobs.
+    """Digest of one completion from its token ids and their logprobs, both of length T.
 
-    Both pass through JSON unchanged (doubles round-trip), so server and trainer compute the same
-    digest.
-
-    Args:
-        token_ids: generated tokens, prompt excluded, length T.
-        logprobs: their logprobs as returned by the server, length T.
+    Both pass through JSON unchanged (doubles round-trip), so server and trainer agree.
     """
     count = len(token_ids)
     if count != len(logprobs):

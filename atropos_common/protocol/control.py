@@ -49,8 +49,6 @@ class State(StrEnum):
         return self in (State.STARTING, State.HEALTHY, State.UNHEALTHY, State.STOPPING)
 
     def satisfies(self, condition: str) -> bool:
-        """Return True if a dependency in this state meets `condition` (started, healthy,
-        completed)."""
         # A prepare step: its output exists only after it has ended.
         if condition == "completed":
             return self is State.COMPLETED
@@ -81,8 +79,6 @@ class Phase(StrEnum):
 
 
 class Message(BaseModel):
-    """Base of all messages: unknown fields of a newer peer are ignored."""
-
     model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
 
 

@@ -1,5 +1,4 @@
-"""Reasons why a group of an environment does not reach the trainer: keys of `left_out` in
-`env_counts` records."""
+"""Reasons why a group does not reach the trainer: keys of `left_out` in `env_counts` records."""
 
 from __future__ import annotations
 
@@ -26,9 +25,9 @@ WORDS = {
     NOT_FINITE: "a score that is not a finite number",
     SURPLUS: "surplus: a spare group that was not needed",
 }
-"""One line for each reason."""
+"""Reason -> one line."""
 
 
 def in_words(reason: str) -> str:
-    """Return the line for `reason`; an unknown reason is its own line."""
+    """The line for `reason`; an unknown reason is its own line."""
     return WORDS.get(reason, reason)

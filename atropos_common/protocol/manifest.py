@@ -1,12 +1,8 @@
-"""The tensor manifest `vllm_bridge_config.json`: a trainer finds and maps the server's weights by
-it.
+"""The tensor manifest `vllm_bridge_config.json`, by which a trainer maps the server's weights.
 
-Plain JSON fields, never pickle. The server writes it atomically with mode 0600. The trainer refuses
-a file that another user owns or can write, one of another model, and one whose server is gone. It
-has one entry per tensor-parallel rank, with that rank's part of each checkpoint tensor.
-
-The places of checkpoint tensors are what the server's own loader did, so neither side keeps a list
-of architectures or fused names.
+Plain JSON, never pickle; written atomically with mode 0600. The trainer refuses a file that another
+user can write, one of another model, and one whose server is gone. The places of checkpoint tensors
+are what the server's own loader did.
 """
 
 from __future__ import annotations
@@ -28,12 +24,12 @@ MANIFEST_VERSION = 3
 
 
 class ManifestError(ValueError):
-    """An unusable manifest: missing, half-written, another user's, or another server's."""
+    pass
 
 
 class CudaIpc(BaseModel):
-    """A CUDA IPC handle as plain fields: the arguments of `torch.UntypedStorage._new_shared_cuda`,
-    bytes in base64."""
+    """A CUDA IPC handle: the arguments of `torch.UntypedStorage._new_shared_cuda`, bytes in
+    base64."""
 
     model_config = ConfigDict(extra="forbid")
     device: int
@@ -54,16 +50,15 @@ class TensorEntry(BaseModel):
     stride: list[int]
     """Strides in elements."""
     dtype: str
-    """torch's dtype name without the prefix, such as "bfloat16"."""
+    """torch's dtype name without the prefix."""
     offset: int = 0
-    """First element in its storage (the shared file on CPU), in elements of `dtype`."""
+    """First element in its storage, in elements of `dtype`."""
     ipc_handle: CudaIpc | None = None
-    """Handle of a CUDA tensor; None for the shared file."""
+    """None for the shared file."""
 
 
 class TensorView(BaseModel):
-    """Place of one checkpoint tensor in a parameter of the server, in elements from the parameter's
-    first."""
+    """Place of one checkpoint tensor in a parameter, in elements from the parameter's first."""
 
     model_config = ConfigDict(extra="forbid")
     parameter: str
@@ -78,12 +73,10 @@ class TensorView(BaseModel):
 
 
 class Shard(BaseModel):
-    """Tensors of one rank."""
-
     model_config = ConfigDict(extra="forbid")
     kind: Literal["shm", "cuda_ipc"]
     gpu: str | None = None
-    """UUID of the GPU that holds them; None on a CPU."""
+    """UUID of the GPU; None on a CPU."""
     # For a CPU: the shared file that holds all tensors of this rank.
     shm_path: str | None = None
     shm_bytes: int = 0
@@ -91,7 +84,7 @@ class Shard(BaseModel):
     aliases: dict[str, str] = Field(default_factory=dict)
     """Further names of listed tensors, such as a tied `lm_head`."""
     views: dict[str, TensorView]
-    """Every checkpoint tensor under the checkpoint's own name."""
+    """Checkpoint tensor -> place."""
 
     @model_validator(mode="after")
     def _views_lie_in_parameters(self) -> Shard:
@@ -118,7 +111,7 @@ class Shard(BaseModel):
 
 
 def _inside(view: TensorView) -> bool:
-    """Return True if a part lies within its tensor."""
+    """The part lies within its tensor."""
     if view.begin is None or view.whole is None:
         return True
     if not len(view.begin) == len(view.shape) == len(view.whole):
@@ -148,16 +141,14 @@ def _is_whole(views: Sequence[TensorView | None]) -> bool:
 
 
 class Manifest(BaseModel):
-    """The whole file."""
-
     model_config = ConfigDict(extra="forbid")
     version: int = MANIFEST_VERSION
     model: str
     architecture: str
     config: dict[str, object]
-    """The model's `config.json`; the trainer compares it with its own."""
+    """The model's `config.json`, for the trainer to compare."""
     instance_id: str
-    """Random, new at every server start; `/bridge/info` returns the same."""
+    """New at every server start; `/bridge/info` returns the same."""
     server_pid: int
     server_create_time: float
     base_url: str
@@ -174,22 +165,17 @@ class Manifest(BaseModel):
 
 
 class _Versioned(BaseModel):
-    """The fields of a manifest of any version."""
-
     version: int
 
 
 def write_manifest(manifest: Manifest, path: Path) -> None:
-    """Write `path` atomically with mode 0600."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_private(path, manifest.model_dump_json(indent=1), durable=True)
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read and check `path`.
-
-    Raises:
-        ManifestError: missing, unsafe owner or mode, or not a manifest of this version.
+    """Raises:
+    ManifestError: missing, unsafe owner or mode, or not a manifest of this version.
     """
     try:
         info = path.lstat()

@@ -1,8 +1,7 @@
-"""Read a file of stream records that another process appends to, and any other growing file.
+"""Reader of a growing file of records.
 
-Plain objects that read at most one bounded chunk per call. They never raise for a file's content,
-or for a missing, truncated or replaced file. Callers poll them from a thread (`asyncio.to_thread`)
-or their own loop.
+It reads at most one bounded chunk per call, and never raises for a file's content, or for a
+missing, truncated or replaced file.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from atropos_common.protocol.records import Record, RecordError, parse_line
 from atropos_common.system.files import cut_torn_line, next_data, open_regular
 
 CHUNK_BYTES = 256 * 1024
-"""Bytes per call: a few hundred records, some ten milliseconds of parsing."""
+"""Bytes per call."""
 MAX_LINE_BYTES = 4 * 1024 * 1024
-"""Longest line in bytes; a longer one is counted and skipped."""
+"""Bytes; a longer line is counted and skipped."""
 LOOK_BACK_BYTES = 256 << 20
-"""Bytes at the end of a file in which records are counted from the end."""
+"""Bytes at the end in which records are counted from the end."""
 TAIL_BYTES = 1 << 20
-"""Bytes at a file's end in which the last complete record is searched."""
+"""Bytes at the end in which the last complete record is searched."""
 
 
 @dataclass
@@ -36,11 +35,10 @@ class FileSource:
     offset: int = 0
     identity: tuple[int, int] | None = None
     restarts: int = 0
-    """Number of times that the file shrank or was replaced."""
+    """Times that the file shrank or was replaced."""
 
     def read(self, limit: int) -> tuple[bytes, int, bool]:
-        """Next bytes, the number of bytes left, and True if the file was replaced since the last
-        call."""
+        """Next bytes, the number of bytes left, and True if the file was replaced."""
         try:
             with open_regular(self.path) as file:
                 info = os.fstat(file.fileno())
@@ -62,11 +60,8 @@ class FileSource:
 
 
 def nth_from_end(path: Path, words: bytes, count: int) -> int:
-    """Byte at which the `count`-th last occurrence of `words` in a file begins.
-
-    0 without a file. Where the last `LOOK_BACK_BYTES` hold fewer, the byte at which these begin: 0
-    in a shorter file.
-    """
+    """Byte at which the `count`-th last occurrence of `words` begins; 0 without a file. At most
+    `LOOK_BACK_BYTES` are searched."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -90,7 +85,7 @@ def nth_from_end(path: Path, words: bytes, count: int) -> int:
 
 
 def whole_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Lines of a file in bounded memory; lines over `MAX_LINE_BYTES` are skipped."""
+    """Lines in bounded memory; those over `MAX_LINE_BYTES` are skipped."""
     skipping = False
     while line := file.readline(MAX_LINE_BYTES):
         ends = line.endswith(b"\n")
@@ -103,23 +98,22 @@ def whole_lines(file: BinaryIO) -> Iterator[bytes]:
 
 @dataclass
 class RecordTail:
-    """Records of one JSONL file, in order, each once. Reads up to the last newline; an unfinished
-    line waits."""
+    """Records of one JSONL file, each once. An unfinished line waits."""
 
     path: Path
     bad_lines: int = 0
-    """Lines that were malformed or too long."""
+    """Malformed or too long lines."""
     behind: int = 0
-    """Bytes known to be unread after the last call."""
+    """Bytes known to be unread."""
     from_end: bool = False
-    """Skip the present content of the file."""
+    """Skip the present content."""
     keep: int = 0
-    """Bytes of complete lines at its end to read anyway."""
+    """Bytes of complete lines at the end to read anyway."""
     unread: bytes = b""
-    """Lines with these bytes are skipped up to `unread_before`: they are many, and old ones have no
-    reader."""
+    """Lines with these bytes are skipped up to `unread_before`: they are many, and old ones have
+    no reader."""
     unread_before: int = 0
-    """Offset in the file; a chunk that reaches beyond it is read completely."""
+    """A chunk that reaches beyond this offset is read completely."""
     _partial: bytes = b""
     _skipping: bool = False
     _source: FileSource = field(init=False)
@@ -132,12 +126,11 @@ class RecordTail:
 
     @property
     def restarts(self) -> int:
-        """Number of times that the file was truncated or replaced; its records then come again from
-        the first."""
+        """Times that the file was replaced; its records then come again from the first."""
         return self._source.restarts
 
     def read(self, limit: int = CHUNK_BYTES) -> list[Record]:
-        """Records completed since the last call, from at most `limit` new bytes; call again while
+        """Records completed since the last call, from at most `limit` bytes; call again while
         `behind`."""
         data, self.behind, anew = self._source.read(limit)
         if anew:
@@ -161,7 +154,7 @@ class RecordTail:
         return self._parse(lines)
 
     def rest(self) -> Iterator[Record]:
-        """Every record completed since the last call, as from `read`."""
+        """Every record completed since the last call."""
         while True:
             yield from self.read()
             if not self.behind:
@@ -182,8 +175,7 @@ class RecordTail:
 
 
 def next_seq(path: Path) -> int:
-    """Next `seq` for a writer that appends to a record file, after removing a torn last line.
-    Creates the folder."""
+    """Next `seq` for a writer, after removing a torn last line. Creates the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         return 0
