@@ -92,7 +92,7 @@ def _once_or_several(node: Schema) -> None:
 
 
 def _plain(node: Any) -> Any:
-    """remove generated titles and JSON's null (TOML has none); translate newer keywords to draft 7."""
+    """Remove generated titles and JSON's null; translate newer keywords to draft 7."""
     if isinstance(node, list):
         return [_plain(item) for item in node]
     if not isinstance(node, dict):
