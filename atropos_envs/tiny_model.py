@@ -27,8 +27,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
-    # BPE without merges is a character model. Unknown characters become padding: without them a
-    # warm-up prompt such as "Hello" would be empty, which vLLM refuses.
+    # BPE without merges is a character model. Unknown characters become padding, so a warm-up
+    # prompt such as "Hello" has tokens: vLLM refuses an empty one.
     core = Tokenizer(models.BPE(vocab=VOCABULARY, merges=[], unk_token=PAD_TOKEN))
     # Joins the characters; the default decoder puts spaces between them.
     core.decoder = decoders.Fuse()

@@ -119,36 +119,37 @@ class WeightBridge:
         model: str,
         vllm_version: str,
     ) -> None:
-        self.engine = engine
-        self.config = config
-        self.gate = gate
-        self.model = model
-        self.vllm_version = vllm_version
+        self.engine, self.config, self.gate = engine, config, gate
+        self.model, self.vllm_version = model, vllm_version
+
+        # Pause and version. The hold of generation shares the state.
+        self.state = gate.state
+        self.lock = asyncio.Lock()
+        """Held while the answering weights change."""
+        self.sleeping = False
+        # The engine certainly makes no token: it has confirmed a pause and not been resumed.
+        self._stopped = False
+        self._lease: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+        # What completions leave behind.
         self.history = VersionHistory()
         self.spans = SpanStore(config.spans_path)
         self.completions = CompletionStore()
+        self.load = ServerLoad()
+
+        # Known only with a running engine: `app.build` and the routes of weights set these.
         self.routing: RoutingStore | None = None
-        """None if the engine does not record expert choices."""
-        self.state = gate.state
+        self.capacity: EngineCapacity | None = None
         self.manifest: Manifest | None = None
         self.workers = 1
         self.receives: TransferBackend | None = None
         """Backend of a trainer's broadcasts, if it may send any."""
+        self.started_from: str | None = None
         self.not_in_place: str | None = None
         """Reason against writing broadcast weights over those in memory."""
-        self.sleeping = False
-        # The engine certainly makes no token: it has confirmed a pause and not been resumed.
-        self._stopped = False
         self.load_obstacle: str | None = None
         """Reason against loading a folder's weights over those in memory."""
-        self.started_from: str | None = None
-        self.lock = asyncio.Lock()
-        """Held while the answering weights change."""
-        self.load = ServerLoad()
-        self.capacity: EngineCapacity | None = None
-        """None if vLLM keeps no statistics."""
-        self._lease: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def info(self) -> BridgeInfo:
         return BridgeInfo(

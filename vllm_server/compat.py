@@ -167,8 +167,7 @@ async def serve_http(app: Any, sock: Any, args: Namespace, *, limited: bool) -> 
     """Serve `app` on `sock` as vLLM's own server would, until SIGTERM.
 
     Args:
-        limited: apply `ConnectionLimits`, which also tell the app whose connection a request came
-        over.
+        limited: apply `ConnectionLimits`, which also tell the app who called.
 
     Returns:
         An awaitable of the engine's end.

@@ -85,8 +85,7 @@ class ServedAdapters:
         """Serve the adapter in `path` as weight version `version` from the next request on.
 
         Raises:
-            NotDone: LoRA is off, the adapter does not fit, or vLLM refused it; the previous weights
-            answer.
+            NotDone: LoRA is off, the adapter does not fit, or vLLM refused it.
         """
         folder = self._checked(path)
         async with self._bridge.lock:

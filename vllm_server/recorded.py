@@ -93,8 +93,7 @@ class _Store:
         """Return the latest completion of this prompt that begins with `token_ids`.
 
         Args:
-            surplus: else, the longest that `token_ids` begin with, and exceed by at most this many
-            tokens.
+            surplus: else, the longest one that `token_ids` exceed by at most this many tokens.
         """
         wanted = array("i", token_ids)
         known = self._by_prompt.get(prompt, [])

@@ -131,8 +131,8 @@ class Server:
             self.under_way -= completions
 
 
-_chosen: ContextVar[dict[Any, Server] | None] = ContextVar("chosen", default=None)
 # Client -> server of the present group.
+_chosen: ContextVar[dict[Any, Server] | None] = ContextVar("chosen", default=None)
 
 
 def begin_group() -> None:
@@ -158,7 +158,7 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         # Tokens of prompt and completion together; fetched with the first request.
         self._context: int | None = None
         self.adjusted: Counter[str] = Counter()
-        """Requests without a removed sampling option, by option."""
+        """Requests from which the server removed an option, by option."""
         self._warned_context = False
         # One connection pool for all servers; the hook reads our headers, which the openai client
         # drops.
@@ -403,9 +403,8 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         text = (await response.text())[:300]
         if response.status in _FATAL:
             reason = f"{server.root}/generate {_FATAL[response.status]} ({response.status}): {text}"
-            return EngineRefused(
-                f"{reason}. Start `python -m vllm_server` and check --openai.base_url", fatal=True
-            )
+            fix = "Start `python -m vllm_server` and check --openai.base_url"
+            return EngineRefused(f"{reason}. {fix}", fatal=True)
         return EngineRefused(f"{server.root}/generate: {response.status}: {text}", fatal=False)
 
     # Returns when another try makes sense; raises EngineUnavailable if none does.
@@ -466,11 +465,13 @@ class EngineGate:
 
     async def explains(self, error: BaseException) -> bool:
         """Return True, and close the gate, if a rollout failed because no engine answers."""
-        away = bool(self._roots) and any(isinstance(cause, AWAY) for cause in _causes(error))
+        if not self._roots or not any(isinstance(cause, AWAY) for cause in _causes(error)):
+            return False
         # One request decides: a judge or a search tool that is away raises the same errors.
-        if away := away and not await self._answers():
-            self._closed.set()
-        return away
+        if await self._answers():
+            return False
+        self._closed.set()
+        return True
 
     async def _answers(self) -> bool:
         for root in self._roots:

@@ -138,33 +138,39 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             # A lone score equals itself, so BaseEnv would send nothing; the trainer compares it
             # with earlier scores.
             self.config.ensure_scores_are_not_same = False
-        self.eval_runner: asyncio.Task[None] | None = None
+        # Connections, under the component's name.
         self.component = component_name(self.name or type(self).__name__)
-        eval_file = eval_path(self.component, config.data_dir_to_save_evals)
-        self.eval_log = EvalLog(eval_file, self.component)
-        self.tally = Tally()
-        # With `min_batch_allocation` atroposlib divides the batch and bounds the workers itself.
-        refills = os.environ.get(ENV_REFILL) != "0" and config.min_batch_allocation is None
-        self.queue_slots = QueueSlots() if refills else None
-        self._worker_meter = WorkerMeter()
-        self._adding_workers = asyncio.Lock()
-        self._sending = 0
-        """Groups on their way to run-api."""
-        self.num_steps: int | None = None
-        self.status_dict: dict[str, Any] = {}
-        self._serving = False
-        self._stopping = False
-        self._dismissed: Dismissed | None = None
-        self._fault: EnvFault | None = None
-        self._main: asyncio.Task[Any] | None = None
         self._registration = Registration(config.rollout_server_url, self.component)
         engines = os.environ.get(ENV_ENGINE_URLS, "").split()
         self._gate = EngineGate(engines, self._registration.http)
-        self._requests_before = 0
+
+        # Rollouts and queue. With `min_batch_allocation` atroposlib divides the batch and bounds
+        # the workers itself.
+        refills = os.environ.get(ENV_REFILL) != "0" and config.min_batch_allocation is None
+        self.queue_slots = QueueSlots() if refills else None
+        self.num_steps: int | None = None
+        self.status_dict: dict[str, Any] = {}
+        self._adding_workers = asyncio.Lock()
+        self._sending = 0
+        """Groups on their way to run-api."""
         self._failed_in_row = 0
         """Failed groups since the last success."""
         self._awaited: bool | None = None
+
+        # Evaluations and counts.
+        self.eval_runner: asyncio.Task[None] | None = None
+        eval_file = eval_path(self.component, config.data_dir_to_save_evals)
+        self.eval_log = EvalLog(eval_file, self.component)
+        self.tally = Tally()
+        self._worker_meter = WorkerMeter()
+        self._requests_before = 0
         self._summary_at = self._began_at = time.monotonic()
+
+        # The command `serve`, and why it ends.
+        self._serving = self._stopping = False
+        self._dismissed: Dismissed | None = None
+        self._fault: EnvFault | None = None
+        self._main: asyncio.Task[Any] | None = None
 
     async def env_manager(self) -> None:
         """Run the command `serve`: until total_steps, SIGTERM or a fault.
