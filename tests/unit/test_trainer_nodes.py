@@ -29,7 +29,7 @@ from tests.unit.trainer_offline import STEPS, group_of, offline_config, write_li
 from trainer_core import train
 from trainer_core.__main__ import main
 from trainer_core.errors import UsageError
-from trainer_core.ranks.identity import (
+from trainer_core.ranks import (
     ENV_FIRST_RANK,
     ENV_MEETING,
     ENV_RANKS,
