@@ -30,7 +30,9 @@ OFFLINE = {
     "MPLBACKEND": "Agg",
 }
 """A hub that is not reached is said at once, not after a minute of tries."""
-_ERROR = re.compile(r"^\S+ \S+ ERROR (?:__main__|atropos_envs\.runner): (.*)$", re.MULTILINE)
+_ERROR = re.compile(
+    r"^\S+ \S+ ERROR (?:__main__|atropos_envs\.hosting\.runner): (.*)$", re.MULTILINE
+)
 _FOLDERS = re.compile(r"(?<![\w.:/])/(?:[\w.@+-]+/)+")
 """Of this machine: no reason."""
 _EXCEPTION = re.compile(
