@@ -93,6 +93,8 @@ class Watcher:
         self._fault: Diagnosis | None = None
         self._counts: Counter[str] = Counter()
         self._since_step: Counter[str] = Counter()
+        self._stepped_at: float | None = None
+        """Monotonic time at which the newest step was read."""
         self._refusals = RefusalWatch(stack)
         self._flows = FlowWatch(stack)
         self.flows: Mapping[str, Flow] = {}
@@ -158,7 +160,7 @@ class Watcher:
                 ]
                 self._count(part, scanner, now, clock)
         self._look_for_registrations(run.parts, now)
-        run = self._completed(run)
+        run = self._completed(run, clock)
         rules: tuple[StallRule | FlowRule, ...] = (*STALL_RULES, *FLOW_RULES)
         for rule in rules:
             stalls = rule.look(run)
@@ -219,6 +221,7 @@ class Watcher:
             self._works("", steps, clock)
         if self._metrics.step_at != step:  # log counts explain missing steps only
             self._since_step.clear()
+            self._stepped_at = clock
         return results
 
     def _read_stages(self, parts: Sequence[Part]) -> None:
@@ -250,7 +253,7 @@ class Watcher:
         self._since_step.update(counts)
         counts.clear()
 
-    def _completed(self, bare: RunSnapshot) -> RunSnapshot:
+    def _completed(self, bare: RunSnapshot, clock: float) -> RunSnapshot:
         metrics = self._metrics
         live = sum(not part.state.is_resting for part in bare.of(Role.ENV))
         came = sum(self._counts[name] for name in REGISTRATIONS)
@@ -262,7 +265,8 @@ class Watcher:
             bare,
             step=metrics.step,
             last_step=self._flows.last_step,
-            step_at=None if metrics.step_at is None else self._past(metrics.step_at, bare.now),
+            # Not the record's own time: the time of day may have jumped since.
+            step_at=None if self._stepped_at is None else bare.now - (clock - self._stepped_at),
             pace_s=metrics.pace_s,
             counts=dict(self._since_step),
             # A dead environment never disconnects, so its registration remains.

@@ -19,7 +19,7 @@ import platformdirs
 from atropos_tui.errors import Problem, UserError
 from atropos_tui.profile.errors import did_you_mean, nearest_names, printable, value_text
 from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
-from atropos_tui.profile.toml_lines import key_lines, line_of, why_not_toml
+from atropos_tui.profile.toml_lines import key_lines, line_of, parse_toml, why_not_toml
 
 MAX_PROFILE_BYTES = 1024 * 1024
 """Bytes; a larger file is probably a model."""
@@ -191,7 +191,7 @@ def _text_of(path: Path) -> str:
 
 def _tables(text: str, file: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
+        return parse_toml(text)
     except ValueError as error:  # TOMLDecodeError, and numbers of thousands of digits
         reason, fix, line = why_not_toml(text, error)
         raise _invalid(printable(reason), printable(fix), file, line=line) from None

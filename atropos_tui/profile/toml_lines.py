@@ -15,6 +15,9 @@ from atropos_tui.profile.schema import KeyPath
 
 MAX_STATEMENT_LINES = 200
 """Lines of one value; keys after a longer one get no line number."""
+MOST_CHARACTERS = 1024 * 1024
+MOST_DOTS = 1000
+"""Limit of dots in one line."""
 _POSITION = re.compile(r"\s*\(at (?:line (\d+), column (\d+)|end of document)\)$")
 _YAML = re.compile(r"\s*(?:- |---\s*$|[\w.-]+:(?:\s|$))")
 _OTHER_WORDS = {
@@ -27,6 +30,21 @@ _OTHER_WORDS = {
 }
 """Booleans of other languages -> TOML."""
 _NOTHING = ("None", "null", "nil", "~")
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the tables of `text`.
+
+    Raises:
+        ValueError: it is not TOML, or is larger than a profile.
+        RecursionError: it is nested too deep.
+    """
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"more than {MOST_CHARACTERS:,} characters")
+    # tomllib's time grows with the square of a key's parts: 64 KB in one key take a minute.
+    if any(line.count(".") > MOST_DOTS for line in text.splitlines()):
+        raise ValueError(f"a line with more than {MOST_DOTS:,} dots")
+    return tomllib.loads(text)
 
 
 @dataclass(frozen=True)
@@ -89,7 +107,7 @@ def _parse_from(rows: list[str], start: int) -> tuple[dict[str, Any], int] | Non
     # A value may span lines, so rows are added until the text parses.
     for end in range(start + 1, min(len(rows), start + MAX_STATEMENT_LINES) + 1):
         try:
-            return tomllib.loads("\n".join(rows[start:end])), end
+            return parse_toml("\n".join(rows[start:end])), end
         except (ValueError, RecursionError):
             continue
     return None
@@ -108,7 +126,7 @@ def _written_path(row: str, data: dict[str, Any]) -> tuple[str, ...]:
     """Keys of `a.b = value`, without those of an inline table."""
     try:
         # The key alone, with a value that is no table.
-        return _path_of(tomllib.loads(f"{row.partition('=')[0]} = 0"))
+        return _path_of(parse_toml(f"{row.partition('=')[0]} = 0"))
     except ValueError:  # an equals sign within a quoted key
         return tuple(data)[:1]
 

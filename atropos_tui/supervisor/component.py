@@ -332,10 +332,11 @@ class Component:
         """One row of `ps`."""
         probe = self.newest_probe()
         child = self.child
-        # A sample older than the child belongs to the previous attempt.
+        # A sample older than the child belongs to the previous attempt, unless the clock was set
+        # back.
         current = (
             usage
-            if child and usage.at >= child.started_at
+            if child and (usage.at >= child.started_at or child.pid in usage.pids)
             else Usage([child.pid] if child and child.pid else [])
         )
         running = child is not None and child.exit_code is None

@@ -10,12 +10,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from atropos_common.protocol.control import Role, State
+from atropos_common.protocol.records import StepRecord
 from atropos_tui.diagnoses.stall_rules import (
     ApiView,
     Part,
@@ -29,6 +31,7 @@ from atropos_tui.diagnoses.stall_rules import (
 )
 from atropos_tui.diagnoses.watcher import Watcher, ask_api
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
+from tests.unit.test_contracts import FIELDS
 
 BEGAN = 1e9
 
@@ -284,6 +287,30 @@ def test_a_stall_is_seen_although_the_clock_was_set_back(
             after,
             told,
         )
+
+
+@pytest.mark.parametrize("jump_s", [7200.0, -86400.0])
+def test_a_clock_that_jumps_is_no_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(
+        Seen, "diagnose", lambda _, found, attempt: told.append(found.title), raising=False
+    )
+    specs = [ComponentSpec(name=part.name, role=part.role, command=["x"]) for part in PARTS]
+    stack = StackSpec(run_id="r", name="r", mode="none", run_dir=str(tmp_path), components=specs)
+    watcher = Watcher(stack, {part.name: Seen(part) for part in PARTS})  # type: ignore[arg-type]
+    for after, jumped in ((1.0, 0.0), (2.0, jump_s), (200.0, jump_s)):
+        clocks = SimpleNamespace(
+            time=lambda at=BEGAN + after + jumped: at, monotonic=lambda at=after: at
+        )
+        monkeypatch.setattr("atropos_tui.diagnoses.watcher.time", clocks)
+        if after == 1.0:
+            step = StepRecord(**FIELDS["step"], step=1, time=BEGAN + after)
+            (tmp_path / "telemetry.jsonl").write_text(step.to_line())
+        asyncio.run(watcher.look())
+        stalls = [title for title in told if title.startswith("no batches")]
+        assert bool(stalls) is (after == 200.0), after
 
 
 def test_an_environment_of_ones_own_is_registered_when_run_api_says_so(

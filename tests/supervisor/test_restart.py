@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from atropos_common.protocol.records import DiagnosisRecord, ProbeRecord
 from atropos_tui.monitor.format import reason_of
 from atropos_tui.profile.spec import HttpCheck, Probe, Probes, RestartPolicy, StopPolicy
 from atropos_tui.supervisor.component import next_delay
+from atropos_tui.supervisor.launchers import launcher
 from tests.supervisor.harness import QUICK, alive, part, pids_in, python, ready, script
 
 
@@ -570,3 +572,15 @@ def test_delays_double_with_jitter_up_to_the_cap_and_the_window_forgets() -> Non
 
 def _diagnoses(running: Any) -> list[DiagnosisRecord]:
     return [record for record in running.records if isinstance(record, DiagnosisRecord)]
+
+
+async def test_memory_is_shown_after_the_clock_was_set_back(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with launch(part("a")) as run:
+        await run.until("a", State.HEALTHY)
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() - 86400)
+        await asyncio.sleep(launcher.MAX_AGE_S)
+        (row,) = (await run.client.status()).components
+        assert row.memory_bytes and row.pid in row.pids

@@ -13,7 +13,7 @@ import pytest
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.cli import main
 from atropos_tui.cli.start.profiles import read_env_files
-from atropos_tui.errors import Exit
+from atropos_tui.errors import Exit, UserError
 from atropos_tui.profile.plan import OUR_PACKAGES, build_stack
 from atropos_tui.profile.ports import free_port
 from atropos_tui.profile.sections import load_profile
@@ -171,6 +171,13 @@ def test_a_link_of_somebody_else_to_a_file_of_ours_is_not_followed(
     assert read_env_files(Path("p.toml")) == {"A": "1"}, "a link of one's own"
     os.lchown(".env", 65534, 65534)
     assert read_env_files(Path("p.toml")) == {}
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_that_came_with_a_folder_keeps_nobody_waiting(own_places: None) -> None:
+    os.mkfifo(".env")
+    with pytest.raises(UserError, match="not a regular file"):
+        read_env_files(Path("p.toml"))
 
 
 def test_a_reference_that_nobody_fills_is_still_a_mistake(

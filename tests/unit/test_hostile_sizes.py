@@ -14,8 +14,12 @@ from pathlib import Path
 import pytest
 
 from atropos_common.system.files import LARGEST
+from atropos_tui.errors import UserError
+from atropos_tui.monitor.run import run_files
+from atropos_tui.profile import load
 from atropos_tui.profile.budget import models
 from atropos_tui.profile.budget.models import read_model
+from atropos_tui.profile.checks.env_checks import has_chat_template
 from atropos_tui.supervisor.processes import procfs
 
 pytestmark = pytest.mark.timeout(30)
@@ -83,6 +87,30 @@ def test_a_configuration_of_any_length_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     os.truncate(tmp_path / "config.json", 20 << 30)
     assert LARGEST < 20 << 30 and "cannot be read" in str(read_model(str(tmp_path)))
+
+
+def test_a_model_folder_of_pipes_keeps_nobody_waiting(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["UnknownForCausalLM"]}))
+    os.mkfifo(tmp_path / "model.safetensors")
+    assert "cannot be read" in str(read_model(str(tmp_path)))
+    os.mkfifo(tmp_path / "tokenizer_config.json")
+    assert has_chat_template(tmp_path) is None
+
+
+def test_a_profile_with_a_key_of_thousands_of_parts_costs_no_time(tmp_path: Path) -> None:
+    """tomllib's time grows with the square of the parts: these would take minutes."""
+    path = tmp_path / "profile.toml"
+    began = time.monotonic()
+    for text in (
+        f"{'a.' * 200_000}a = 1",
+        f"[{'a.' * 200_000}a]",
+        f"a = {{{'a.' * 200_000}a = 1}}",
+    ):
+        path.write_text(text)
+        assert run_files.read_toml(path) == {}, "as a recording"
+        with pytest.raises(UserError, match="dots"):
+            load.read_toml(path)
+    assert time.monotonic() - began < 5
 
 
 ASKS = """

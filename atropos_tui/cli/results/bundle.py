@@ -15,7 +15,6 @@ import os
 import stat
 import tarfile
 import time
-import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -37,6 +36,7 @@ from atropos_tui.profile.redact import (
     secret_references,
 )
 from atropos_tui.profile.spec import references
+from atropos_tui.profile.toml_lines import parse_toml
 from atropos_tui.supervisor.journal import tracker
 from atropos_tui.supervisor.journal.store import ProcessTable
 from atropos_tui.supervisor.processes import procfs
@@ -169,8 +169,8 @@ def _without_identity(text: str) -> str:
 
 def _toml(scrubber: Scrubber, text: str) -> str:
     try:
-        return tomli_w.dumps(scrubber.tree(tomllib.loads(text)))
-    except (tomllib.TOMLDecodeError, RecursionError):
+        return tomli_w.dumps(scrubber.tree(parse_toml(text)))
+    except (ValueError, RecursionError):
         return scrubber.text(text)
 
 
@@ -282,7 +282,7 @@ def _dotenv(file: Path) -> dict[str, str]:
 def _names_in_secrets(run: RunDir) -> set[str]:
     """Variables that the profile or the plan puts into a secret."""
     names: set[str] = set()
-    for path, parse in ((run.plan_json, json.loads), (run.profile_toml, tomllib.loads)):
+    for path, parse in ((run.plan_json, json.loads), (run.profile_toml, parse_toml)):
         try:
             names |= secret_references(parse(read_regular(path)))
         except (OSError, ValueError, RecursionError):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import shlex
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from atropos_common.system.files import read_regular
 from atropos_tui.cli.answers import Validated
 from atropos_tui.cluster.machines import lacking
 from atropos_tui.errors import Exit, Problem, UserError
@@ -336,11 +338,13 @@ def read_env_files(profile: Path) -> dict[str, str]:
         file = folder / ".env"
         try:
             if _is_own(file):
-                found = {
-                    name: value for name, value in dotenv_values(file).items() if value is not None
-                } | found
+                # A pipe that came with the folder would keep `up` waiting for ever.
+                values = dotenv_values(stream=io.StringIO(read_regular(file, unlinked=0)))
+                found = {name: value for name, value in values.items() if value is not None} | found
         except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in a value
-            problem = Problem(str(error), "write lines of NAME=value in UTF-8", file=str(file))
+            problem = Problem(
+                str(error), "make it a file of NAME=value lines, UTF-8", file=str(file)
+            )
             raise UserError("unreadable .env", [problem]) from None
     return found
 

@@ -7,7 +7,6 @@ Reading takes time: call `RunFeed.read` outside the event loop.
 from __future__ import annotations
 
 import json
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +30,7 @@ from atropos_tui.diagnoses import severity_of
 from atropos_tui.monitor.format import counted, one_line, real
 from atropos_tui.monitor.run.series import MOST_STEPS
 from atropos_tui.monitor.run.state import ROLLOUTS_KEPT, RunState
+from atropos_tui.profile.toml_lines import parse_toml
 from atropos_tui.supervisor.journal import tracker
 from atropos_tui.supervisor.journal.liveness import left_by, run_elsewhere
 from atropos_tui.supervisor.journal.store import ProcessTable
@@ -201,7 +201,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the TOML table in `path`; empty if it cannot be read."""
-    return _read(path, tomllib.loads)
+    return _read(path, parse_toml)
 
 
 def exit_code(run: RunDir) -> int | None:

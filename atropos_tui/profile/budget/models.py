@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from atropos_common.models.model_math import Dimensions, bits_of
-from atropos_common.system.files import read_regular, write_private
+from atropos_common.system.files import open_regular, read_regular, write_private
 from atropos_common.system.parent_death import with_parent
 from atropos_tui.profile.load import cache_dir
 
@@ -270,7 +270,7 @@ def _stored_shapes(folder: Path) -> Shapes:
         files = sorted(folder.glob("*.safetensors"))
     shapes: Shapes = {}
     for file in files:
-        with file.open("rb") as stream:
+        with open_regular(file, unlinked=0) as stream:
             # A safetensors file begins with the length of its JSON header.
             size = int.from_bytes(stream.read(8), "little")
             if size > _MAX_HEADER:

@@ -14,6 +14,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+from atropos_common.system.files import read_regular
 from atropos_tui.errors import Problem
 from atropos_tui.profile.checks.consistency import batches_that_fill
 from atropos_tui.profile.checks.env_source import EnvSource, class_fields
@@ -243,9 +244,9 @@ def has_chat_template(folder: Path) -> bool | None:
     if (folder / "tekken.json").exists():  # a Mistral tokenizer, which builds prompts itself
         return None
     try:
-        tokenizer = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
-    except (OSError, ValueError, AttributeError):
+        tokenizer = json.loads(read_regular(folder / "tokenizer_config.json", unlinked=0))
+        kind = json.loads(read_regular(folder / "config.json", unlinked=0)).get("model_type")
+    except (OSError, ValueError, AttributeError, RecursionError):
         return None
     if not isinstance(tokenizer, dict) or "auto_map" in tokenizer or _vllm_has_template(str(kind)):
         return None
