@@ -209,7 +209,11 @@ class Trainer:
             n: [float(t.double().sum()), float(t.double().square().sum())]
             for n, t in tensors.items()
         }
-        return {"loss": outcome.loss, "grad_norm": outcome.grad_norm, "sums": sums}
+        return {
+            "loss": outcome.metrics["loss"],
+            "grad_norm": outcome.metrics["grad_norm"],
+            "sums": sums,
+        }
 
 
 def work(text: str, out: str) -> int:

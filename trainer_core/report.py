@@ -25,10 +25,11 @@ from atropos_common.protocol.records import (
     StepRecord,
     SyncRecord,
     TimingRecord,
+    metrics_of,
 )
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.alignment import Alignment, ProbeDiffs
-from trainer_core.optimization.step import StepOutcome
+from trainer_core.optimization.step import METRICS, StepOutcome
 from trainer_core.policy.load import dimensions
 from trainer_core.policy.speed import layers_reached
 from trainer_core.ranks.world import World
@@ -107,20 +108,7 @@ def write_records(
     step = report.step
     telemetry.write(StepRecord, step, **step_fields(report))
     telemetry.write(AlignmentRecord, step, **alignment_fields(report))
-    telemetry.write(
-        TimingRecord,
-        step,
-        step_s=report.step_s,
-        data_wait_s=report.wait_s,
-        train_s=report.train_s,
-        sync_s=report.sync.seconds if report.sync else 0.0,
-        checkpoint_s=report.checkpoint_s,
-        tokens_per_s=report.tokens_per_s,
-        mfu=report.mfu,
-        engine_idle_fraction=report.engine.idle,
-        engine_capacity_used=report.engine.capacity,
-        accepted_tokens_per_s=report.accepted_tokens_per_s,
-    )
+    telemetry.write(TimingRecord, step, **timing_fields(report))
     telemetry.write(MemoryRecord, step, **memory_fields())
     # A single rank's use is in the other records already.
     if len(report.ranks) > 1:
@@ -134,54 +122,36 @@ def write_records(
 
 def step_fields(report: StepReport) -> dict[str, Any]:
     """Fields of a `step` record, with counts of left-out sequences."""
-    outcome, scores = report.outcome, report.batch.scores
+    batch, outcome, scores = report.batch, report.outcome, report.batch.scores
     # The lag is None for rollouts whose completion no server knows.
     known = [lag for lag in report.lags if lag is not None]
     return {
-        "loss": outcome.loss,
+        # None for a metric that applies to no token.
+        **{name: outcome.metrics.get(name) for name in METRICS},
+        "objective": report.objective,
         "reward_mean": float(scores.mean()),
         "reward_std": float(scores.std()),
-        "lr": outcome.lr,
-        "grad_norm": outcome.grad_norm,
-        "ratio_mean": outcome.ratio_mean,
-        "clip_fraction": outcome.clip_fraction,
         "tokens": outcome.tokens,
-        "sequences": len(report.batch.rollouts),
+        "sequences": len(batch.rollouts),
+        "optimizer_steps": outcome.steps,
+        "completion_tokens_mean": batch.completion_tokens_mean,
+        "truncated_fraction": batch.truncated_fraction,
         "policy_lag_mean": float(np.mean(known)) if known else None,
         "policy_lag_max": float(max(known)) if known else None,
         "weight_version": report.weight_version,
-        "objective": report.objective,
-        "kl_k3": outcome.kl_k3,
-        "clip_fraction_low": outcome.clip_low,
-        "clip_fraction_high": outcome.clip_high,
-        "dual_clip_fraction": outcome.dual_clip,
-        "ratio_max": outcome.ratio_max,
-        "entropy_mean": outcome.entropy,
-        "completion_tokens_mean": report.batch.completion_tokens_mean,
-        "truncated_fraction": report.batch.truncated_fraction,
-        "optimizer_steps": outcome.steps,
-        "tis_mean": outcome.tis_mean,
-        "tis_truncated_fraction": outcome.tis_truncated,
-        "tis_masked_fraction": outcome.tis_masked,
-        "left_out": report.batch.left_out,
-        "too_old": report.batch.too_old,
-        "policy_lag_bound": report.batch.policy_lag_bound,
-        # Older name of `left_out`, which readers of recorded runs still use.
-        "skipped": report.batch.left_out,
-        "faults_by_env": {
-            env: dict(reasons) for env, reasons in report.batch.faults_by_env.items()
-        },
-        "fault_examples": report.batch.fault_examples,
+        "left_out": batch.left_out,
+        "skipped_sequences": sum(batch.left_out.values()),
+        "too_old": batch.too_old,
+        "policy_lag_bound": batch.policy_lag_bound,
+        "faults_by_env": {env: dict(reasons) for env, reasons in batch.faults_by_env.items()},
+        "fault_examples": batch.fault_examples,
         "skipped_update": report.sync is None,
-        "skipped_sequences": sum(report.batch.left_out.values()),
-        "flat_groups": report.batch.flat_groups,
-        "groups": report.batch.groups,
-        "groups_by_env": dict(report.batch.groups_by_env),
-        "flat_groups_by_env": dict(report.batch.flat_by_env),
-        "unused_fields": dict(report.batch.unused),
-        "logprobs_from": dict(report.batch.logprobs_from),
-        "ref_kl": outcome.ref_kl,
-        "distill_kl": outcome.distill_kl,
+        "groups": batch.groups,
+        "flat_groups": batch.flat_groups,
+        "groups_by_env": dict(batch.groups_by_env),
+        "flat_groups_by_env": dict(batch.flat_by_env),
+        "unused_fields": dict(batch.unused),
+        "logprobs_from": dict(batch.logprobs_from),
     }
 
 
@@ -194,7 +164,7 @@ def alignment_fields(report: StepReport) -> dict[str, Any]:
         "logprob_diff_mean": diffs.mean(diffs.diff),
         "logprob_diff_abs_mean": diffs.abs_mean,
         "logprob_diff_abs_max": diffs.abs_max if diffs.tokens else None,
-        "kl_k3": report.outcome.kl_k3,
+        "kl_k3": report.outcome.metrics["kl_k3"],
         "train_mean": diffs.mean(diffs.train),
         "inference_mean": diffs.mean(diffs.inference),
         "tokens": diffs.tokens,
@@ -205,6 +175,22 @@ def alignment_fields(report: StepReport) -> dict[str, Any]:
         "routing_replayed": report.batch.routing_replayed,
         "verdict": report.alignment.verdict,
         "cause": report.alignment.cause,
+    }
+
+
+def timing_fields(report: StepReport) -> dict[str, Any]:
+    """Fields of a `timing` record."""
+    return {
+        "step_s": report.step_s,
+        "data_wait_s": report.wait_s,
+        "train_s": report.train_s,
+        "sync_s": report.sync.seconds if report.sync else 0.0,
+        "checkpoint_s": report.checkpoint_s,
+        "tokens_per_s": report.tokens_per_s,
+        "mfu": report.mfu,
+        "engine_idle_fraction": report.engine.idle,
+        "engine_capacity_used": report.engine.capacity,
+        "accepted_tokens_per_s": report.accepted_tokens_per_s,
     }
 
 
@@ -238,37 +224,19 @@ def console_line(report: StepReport, total_steps: int, *, benchmark: bool) -> st
 
 def tracker_metrics(report: StepReport) -> dict[str, Any]:
     """Metrics under the guides' names."""
-    step, align, memory = step_fields(report), alignment_fields(report), memory_fields()
-    gpu = memory["allocated_bytes"]
-    return {
-        "train/loss": step["loss"],
-        "train/grad_norm": step["grad_norm"],
-        "train/lr": step["lr"],
-        "train/reward_mean": step["reward_mean"],
-        "train/completion_tokens_mean": step["completion_tokens_mean"],
-        "train/truncated_fraction": step["truncated_fraction"],
-        "train/step_time": report.step_s,
-        "train/sync_time": report.sync.seconds if report.sync else 0.0,
-        "train/data_fetch_time": report.wait_s,
-        "train/gpu_memory_gb": None if gpu is None else gpu / 1e9,
-        "grpo/mean_ratio": step["ratio_mean"],
-        "grpo/clipped_fraction": step["clip_fraction"],
-        "grpo/clipped_fraction_low": step["clip_fraction_low"],
-        "grpo/clipped_fraction_high": step["clip_fraction_high"],
-        "grpo/kl_k3": step["kl_k3"],
-        "grpo/max_ratio": step["ratio_max"],
-        "grpo/dual_clip_fraction": step["dual_clip_fraction"],
-        "grpo/entropy": step["entropy_mean"],
-        "grpo/tis_mean": step["tis_mean"],
-        "grpo/tis_truncated_fraction": step["tis_truncated_fraction"],
-        "alignment/diff_mean": align["logprob_diff_mean"],
-        "alignment/diff_abs_mean": align["logprob_diff_abs_mean"],
-        "alignment/diff_max": align["logprob_diff_abs_max"],
-        "alignment/probe_diff_abs_mean": align["probe_diff_abs_mean"],
-        "alignment/routing_replayed": align["routing_replayed"],
-        "logprobs/training_mean": align["train_mean"],
-        "logprobs/inference_mean": align["inference_mean"],
-    }
+    gpu = memory_fields()["allocated_bytes"]
+    found: dict[str, Any] = {"train/gpu_memory_gb": None if gpu is None else gpu / 1e9}
+    for kind, values in (
+        (StepRecord, step_fields(report)),
+        (AlignmentRecord, alignment_fields(report)),
+        (TimingRecord, timing_fields(report)),
+    ):
+        found |= {
+            metric.tracker: values[name]
+            for name, metric in metrics_of(kind).items()
+            if metric.tracker
+        }
+    return found
 
 
 def sampled(rollouts: Sequence[Rollout], wanted: int, step: int) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ a non-finite float is the string "NaN", "Infinity" or "-Infinity".
 import json
 import math
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, ValidationError
@@ -170,75 +171,259 @@ class TrainerRecord(Record):
     """Optimizer step of this record, from 1."""
 
 
+@dataclass(frozen=True)
+class Metric:
+    """A number of a step, in the annotation of its field: how it is reduced, named and shown.
+
+    `mean_of`, `over` and `max_of` name values of `trainer_core/optimization/step.py`, which adds
+    them up over rows and ranks. A metric without them is computed elsewhere.
+    """
+
+    doc: str
+    """Meaning, for docs/telemetry.md; its first sentence describes the chart."""
+    tracker: str = ""
+    """Name in Weights & Biases and TensorBoard, beside KIND/FIELD."""
+    mean_of: str = ""
+    """Sum to divide by `over`."""
+    over: str = "tokens"
+    max_of: str = ""
+    optional: bool = False
+    """None where `over` is 0, instead of NaN."""
+    smooth: bool = False
+    """Charts may average it over steps: it is a noisy mean or a duration."""
+    title: str = ""
+    """Name of its chart; without one, only listed charts draw it."""
+
+
+def metrics_of(kind: type[Record]) -> dict[str, Metric]:
+    """Return the metrics of a kind by field."""
+    return {
+        name: each
+        for name, field in kind.model_fields.items()
+        for each in field.metadata
+        if isinstance(each, Metric)
+    }
+
+
+def table_of(kind: type[Record]) -> str:
+    """Return the rows of docs/telemetry.md for the metrics of a kind."""
+    return "\n".join(f"| `{name}` | {each.doc} |" for name, each in metrics_of(kind).items())
+
+
 class StepRecord(TrainerRecord):
-    """One optimizer step."""
+    """One optimizer step. A new metric is one field here, and the line in
+    `trainer_core/optimization/step.py` that computes its sum or maximum."""
 
     kind: Literal["step"] = "step"
-    loss: Number
-    reward_mean: Number
-    reward_std: Number
-    lr: Number
-    grad_norm: Number
-    ratio_mean: Number
-    clip_fraction: Number
-    tokens: int
-    sequences: int
-    policy_lag_mean: Number | None = None
-    """Weight versions between generation and training, counted from the oldest token; None if no
-    version is known."""
-    policy_lag_max: Number | None = None
-    weight_version: Whole
-    objective: str = ""
-    kl_k3: Number | None = None
-    """Estimate of KL(rollout policy || trainer) over the trained tokens, policy lag included."""
-    clip_fraction_low: Number | None = None
-    clip_fraction_high: Number | None = None
-    """Shares of tokens with a ratio below and above the clip range; they add up to
-    `clip_fraction`."""
-    dual_clip_fraction: Number | None = None
-    ratio_max: Number | None = None
-    """Largest ratio of a trained token, before clipping."""
-    entropy_mean: Number | None = None
-    """Entropy of the policy at the sampling temperature over trained tokens, in nats."""
-    completion_tokens_mean: Number | None = None
-    """Generated tokens of a sequence, summed over its turns."""
-    truncated_fraction: Number | None = None
-    """Share of completions that were cut off; None if unknown."""
-    optimizer_steps: int = 1
-    """Optimizer steps on this batch (`minibatches` x `epochs`); the other figures are their
-    means."""
-    tis_mean: Number | None = None
-    """Mean importance weight trainer/rollout. This and the next two are None with `ratio_base =
-    rollout`."""
-    tis_truncated_fraction: Number | None = None
-    tis_masked_fraction: Number | None = None
-    left_out: dict[str, int] = Field(default_factory=dict)
-    """Sequences left out, by reason; includes batches in which every sequence was left out."""
-    faults_by_env: dict[str, dict[str, int]] = Field(default_factory=dict)
-    """Malformed sequences of `left_out`, by environment and reason; and one example for each
-    environment."""
-    fault_examples: dict[str, str] = Field(default_factory=dict)
-    too_old: int = 0
-    """Sequences of `left_out` whose policy lag exceeds the bound."""
-    policy_lag_bound: int | None = None
-    """Bound that left out the newest of them; None if none was left out."""
-    groups_by_env: dict[str, int] = Field(default_factory=dict)
-    flat_groups_by_env: dict[str, int] = Field(default_factory=dict)
-    """Well-formed groups of the batch by environment, and the flat groups (equal scores) among
-    them."""
-    unused_fields: dict[str, int] = Field(default_factory=dict)
-    """Groups with something that the trainer does not use, by its name: a field, or TABLE.KEY."""
-    logprobs_from: dict[str, int] = Field(default_factory=dict)
-    """Sequences by source of their rollout logprobs: environment, engine (for those that came
-    without), trainer."""
-    ref_kl: Number | None = None
-    """Estimate (k3) of KL(policy || frozen reference) over the trained tokens; None without
-    `ref_kl_coef`."""
-    distill_kl: Number | None = None
-    """KL(policy || teacher) over the teacher's tokens plus one outcome for the rest, averaged over
-    tokens with a teacher; None without one."""
-    skipped: dict[str, int] = Field(default_factory=dict)
-    """Copy of `left_out` under its older name."""
+    objective: Annotated[str, Metric("`grpo`, `dr_grpo`, `dapo`, `gspo` or `cispo`")] = ""
+    loss: Annotated[
+        Number,
+        Metric("Loss by the objective's denominator", "train/loss", smooth=True, title="Loss"),
+    ]
+    grad_norm: Annotated[
+        Number,
+        Metric(
+            "Gradient norm before clipping", "train/grad_norm", smooth=True, title="Gradient norm"
+        ),
+    ]
+    lr: Annotated[Number, Metric("Learning rate of this step", "train/lr", title="Learning rate")]
+    reward_mean: Annotated[
+        Number,
+        Metric(
+            "Mean over every sequence with a usable score, including those that the objective "
+            "leaves out",
+            "train/reward_mean",
+            smooth=True,
+        ),
+    ]
+    reward_std: Annotated[Number, Metric("Standard deviation over the same sequences", smooth=True)]
+    tokens: Annotated[int, Metric("Trained tokens")]
+    sequences: Annotated[int, Metric("Trained sequences")]
+    optimizer_steps: Annotated[
+        int,
+        Metric("Optimizer steps on this batch: `minibatches` x `epochs`; the figures are means"),
+    ] = 1
+    ratio_mean: Annotated[
+        Number,
+        Metric("Mean ratio of a token", "grpo/mean_ratio", "ratio", smooth=True, title="Ratio"),
+    ]
+    clip_fraction: Annotated[
+        Number,
+        Metric(
+            "Share of tokens whose ratio lies outside the clip range",
+            "grpo/clipped_fraction",
+            "clipped",
+            smooth=True,
+            title="Clip fraction",
+        ),
+    ]
+    clip_fraction_low: Annotated[
+        Number | None,
+        Metric("Share of tokens below the clip range", "grpo/clipped_fraction_low", "clipped_low"),
+    ] = None
+    clip_fraction_high: Annotated[
+        Number | None,
+        Metric(
+            "Share of tokens above the clip range", "grpo/clipped_fraction_high", "clipped_high"
+        ),
+    ] = None
+    dual_clip_fraction: Annotated[
+        Number | None,
+        Metric(
+            "Share of tokens with a negative advantage and a ratio above `dual_clip`",
+            "grpo/dual_clip_fraction",
+            "dual_clipped",
+        ),
+    ] = None
+    ratio_max: Annotated[
+        Number | None,
+        Metric(
+            "Largest ratio of a token, before clipping",
+            "grpo/max_ratio",
+            max_of="ratio_max",
+            title="Ratio max",
+        ),
+    ] = None
+    entropy_mean: Annotated[
+        Number | None,
+        Metric(
+            "Entropy of the policy at the trained tokens, in nats, at their sampling temperature; "
+            "near 0 the policy no longer explores",
+            "grpo/entropy",
+            "entropy",
+            over="labels",
+            smooth=True,
+            title="Entropy",
+        ),
+    ] = None
+    completion_tokens_mean: Annotated[
+        Number | None,
+        Metric(
+            "Generated tokens of a sequence, summed over its turns. Includes sequences that the "
+            "objective leaves out",
+            "train/completion_tokens_mean",
+            smooth=True,
+            title="Completion tokens",
+        ),
+    ] = None
+    truncated_fraction: Annotated[
+        Number | None,
+        Metric(
+            "Share of completions that were cut off. With `max_completion_tokens`: those with a "
+            "turn that long; else those without the model's end token, or `null` if none of the "
+            "batch has one",
+            "train/truncated_fraction",
+            smooth=True,
+            title="Cut off",
+        ),
+    ] = None
+    kl_k3: Annotated[
+        Number | None,
+        Metric(
+            "Estimate (k3) of KL(rollout policy, trainer), policy lag included",
+            "grpo/kl_k3",
+            "kl_k3",
+            smooth=True,
+            title="KL",
+        ),
+    ] = None
+    tis_mean: Annotated[
+        Number | None,
+        Metric(
+            "Mean importance weight trainer/rollout; `null` with `ratio_base = rollout`",
+            "grpo/tis_mean",
+            "tis_weight",
+            over="weighted",
+            optional=True,
+        ),
+    ] = None
+    tis_truncated_fraction: Annotated[
+        Number | None,
+        Metric(
+            "Share of tokens whose weight was capped; `null` as `tis_mean`",
+            "grpo/tis_truncated_fraction",
+            "tis_truncated",
+            over="weighted",
+            optional=True,
+        ),
+    ] = None
+    tis_masked_fraction: Annotated[
+        Number | None,
+        Metric(
+            "Share of tokens that were masked out; `null` as `tis_mean`",
+            mean_of="tis_masked",
+            over="weighted",
+            optional=True,
+        ),
+    ] = None
+    policy_lag_mean: Annotated[
+        Number | None,
+        Metric(
+            "Weight versions between generation and training, by the oldest token; `null` if "
+            "unknown. [The bound](modes.md#how-old-rollouts-are)"
+        ),
+    ] = None
+    policy_lag_max: Annotated[Number | None, Metric("The same, of the oldest sequence")] = None
+    weight_version: Annotated[Whole, Metric("Version that the server has after the step")]
+    ref_kl: Annotated[
+        Number | None,
+        Metric(
+            "Estimate (k3) of KL(policy, frozen reference); `null` without `ref_kl_coef`",
+            mean_of="ref_kl",
+            over="referenced",
+            optional=True,
+        ),
+    ] = None
+    distill_kl: Annotated[
+        Number | None,
+        Metric(
+            "KL(policy, teacher) over the teacher's tokens plus one outcome for the rest, mean "
+            "over tokens with a teacher; `null` without one",
+            mean_of="distill_kl",
+            over="taught",
+            optional=True,
+        ),
+    ] = None
+    left_out: Annotated[
+        dict[str, int],
+        Metric(
+            "Sequences left out, by reason; includes earlier batches in which every sequence was "
+            "left out. A group of unknown size counts as one"
+        ),
+    ] = Field(default_factory=dict)
+    faults_by_env: Annotated[
+        dict[str, dict[str, int]],
+        Metric("Malformed sequences of `left_out`, by environment and reason"),
+    ] = Field(default_factory=dict)
+    fault_examples: Annotated[
+        dict[str, str], Metric("One example of them for each environment")
+    ] = Field(default_factory=dict)
+    too_old: Annotated[
+        int, Metric("Sequences of `left_out` whose policy lag exceeds their bound")
+    ] = 0
+    policy_lag_bound: Annotated[
+        int | None, Metric("Bound that left out the newest of them; `null` if none was")
+    ] = None
+    groups_by_env: Annotated[
+        dict[str, int], Metric("Well-formed groups of the batch by environment")
+    ] = Field(default_factory=dict)
+    flat_groups_by_env: Annotated[dict[str, int], Metric("Groups with equal scores among them")] = (
+        Field(default_factory=dict)
+    )
+    unused_fields: Annotated[
+        dict[str, int],
+        Metric(
+            "Groups with something that the trainer does not use, by its name: a field, or "
+            "`TABLE.KEY`"
+        ),
+    ] = Field(default_factory=dict)
+    logprobs_from: Annotated[
+        dict[str, int],
+        Metric(
+            "Sequences by source of their rollout logprobs: `environment`; `engine` or `trainer` "
+            "for those that came without"
+        ),
+    ] = Field(default_factory=dict)
 
 
 # Causes of an alignment verdict. Rules compare these constants, so their text must stay.
@@ -282,22 +467,42 @@ class AlignmentRecord(TrainerRecord):
     included; `probe_*` at the same weights on both sides."""
 
     kind: Literal["alignment"] = "alignment"
-    logprob_diff_mean: Number | None = None
-    logprob_diff_abs_mean: Number | None = None
-    logprob_diff_abs_max: Number | None = None
+    logprob_diff_mean: Annotated[
+        Number | None, Metric("Mean of trainer minus engine, in nats", "alignment/diff_mean")
+    ] = None
+    logprob_diff_abs_mean: Annotated[
+        Number | None,
+        Metric("Mean |trainer - engine|, in nats", "alignment/diff_abs_mean", smooth=True),
+    ] = None
+    logprob_diff_abs_max: Annotated[
+        Number | None, Metric("Largest |trainer - engine|, in nats", "alignment/diff_max")
+    ] = None
     kl_k3: Number | None = None
-    train_mean: Number | None = None
-    # Mean logprob of the rollout tokens, by the trainer (`train_mean`) and by the engine.
-    inference_mean: Number | None = None
+    train_mean: Annotated[
+        Number | None,
+        Metric("Mean logprob by the trainer", "logprobs/training_mean", smooth=True),
+    ] = None
+    inference_mean: Annotated[
+        Number | None,
+        Metric("Mean logprob by the engine", "logprobs/inference_mean", smooth=True),
+    ] = None
     tokens: int = 0
-    probe_diff_abs_mean: Number | None = None
+    probe_diff_abs_mean: Annotated[
+        Number | None,
+        Metric("Mean |trainer - engine|", "alignment/probe_diff_abs_mean", smooth=True),
+    ] = None
     probe_diff_abs_max: Number | None = None
     probe_tokens: int = 0
     probe_cached_tokens: int | None = None
     """Prompt tokens that the engine took from its prefix cache; with 0 the cache was not tested."""
-    routing_replayed: Number | None = None
-    """Share of the batch's tokens that used the engine's choice of experts; None without
-    `routing_replay`."""
+    routing_replayed: Annotated[
+        Number | None,
+        Metric(
+            "Share of the batch's tokens that used the engine's choice of experts; `null` without "
+            "`routing_replay`",
+            "alignment/routing_replayed",
+        ),
+    ] = None
     verdict: Literal["ok", "drift", "mismatch"] = "ok"
     cause: str = ""
 
@@ -306,12 +511,14 @@ class TimingRecord(TrainerRecord):
     """Seconds of a step, by activity."""
 
     kind: Literal["timing"] = "timing"
-    step_s: Number
-    data_wait_s: Number
-    train_s: Number
-    sync_s: Number
+    step_s: Annotated[Number, Metric("Of the whole step", "train/step_time", smooth=True)]
+    data_wait_s: Annotated[Number, Metric("For a batch", "train/data_fetch_time", smooth=True)]
+    train_s: Annotated[Number, Metric("Of training", smooth=True)]
+    sync_s: Annotated[Number, Metric("Of the publish", "train/sync_time", smooth=True)]
     checkpoint_s: Number
-    tokens_per_s: Number
+    tokens_per_s: Annotated[
+        Number, Metric("Trained tokens, prompts included, by the whole step", smooth=True)
+    ]
     # FLOP utilization of the training part (`train_s`); None if the GPU's peak is unknown.
     mfu: Number | None = None
     engine_idle_fraction: Number | None = None

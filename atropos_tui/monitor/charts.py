@@ -1,7 +1,7 @@
 """Charts: the catalogue, their curves, colours and axis limits.
 
-To add a metric, add it to `CHARTS`; a view of the screen (`ui/views.py`) and `PAGE` decide where it
-is drawn.
+Names and descriptions come from the metrics of the records; one with a title gets a chart in the
+report. A view of the screen (`ui/views.py`) and `PAGE` decide where `CHARTS` are drawn.
 """
 
 from __future__ import annotations
@@ -13,11 +13,16 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain, repeat
 from statistics import quantiles
+from typing import Any
 
 from atropos_common.protocol.records import (
     HEALTHY_CLIP_FRACTION,
     HEALTHY_LOGPROB_DIFF,
     HEALTHY_RATIO,
+    AlignmentRecord,
+    StepRecord,
+    TimingRecord,
+    metrics_of,
 )
 from atropos_tui.monitor.format import bytes_text, number, seconds_text
 from atropos_tui.monitor.run.series import Series, averaged
@@ -75,32 +80,29 @@ class ChartSpec:
 # queued in run-api.
 HELD_OUT, QUEUE = "held-out", "queue"
 
+MEASURED = metrics_of(StepRecord) | metrics_of(AlignmentRecord) | metrics_of(TimingRecord)
 # Batch means and durations are smoothed. Learning rate, maxima, policy lag and counts are exact:
 # their averages would be values that never occurred.
-NOISY = frozenset(
-    {
-        "reward_mean",
-        "reward_std",
-        "loss",
-        "logprob_diff_abs_mean",
-        "probe_diff_abs_mean",
-        "inference_mean",
-        "train_mean",
-        "kl_k3",
-        "useful_groups",
-        "ratio_mean",
-        "clip_fraction",
-        "entropy_mean",
-        "completion_tokens_mean",
-        "truncated_fraction",
-        "grad_norm",
-        "step_s",
-        "data_wait_s",
-        "train_s",
-        "sync_s",
-        "tokens_per_s",
-    }
-)
+NOISY = frozenset(name for name, metric in MEASURED.items() if metric.smooth) | {"useful_groups"}
+
+
+def chart_of(metric: str) -> ChartSpec:
+    """Return a chart for any curve of `RunState.metric`."""
+    is_time = (metric.endswith("_s") and not metric.endswith("_per_s")) or metric.startswith(
+        "sync/"
+    )
+    unit = "s" if is_time else "bytes" if metric.endswith("_bytes") else ""
+    return ChartSpec(metric, (CurveSpec("value", metric),), unit=unit)
+
+
+def titled(name: str, label: str = "value", colour: str = "primary", **axis: Any) -> ChartSpec:
+    """Return the chart of a metric that has a title."""
+    metric = MEASURED[name]
+    # The first sentence: the others are details of the record.
+    about = metric.doc.partition(". ")[0]
+    curves = (CurveSpec(label, name, colour),)
+    return replace(chart_of(name), name=metric.title, curves=curves, about=about, **axis)
+
 
 CHARTS = {
     "reward": ChartSpec(
@@ -135,9 +137,7 @@ CHARTS = {
         (CurveSpec("inference", "inference_mean"), CurveSpec("training", "train_mean", "accent")),
         short="logprob",
     ),
-    "kl": ChartSpec(
-        "KL", (CurveSpec("k3", "kl_k3"),), "Estimate k3 of KL(rollout policy || trainer)", low=0.0
-    ),
+    "kl": titled("kl_k3", "k3", low=0.0),
     "useful": ChartSpec(
         "Useful groups",
         (CurveSpec("share", "useful_groups"),),
@@ -146,57 +146,17 @@ CHARTS = {
         low=0.0,
         high=1.0,
     ),
-    "lr": ChartSpec(
-        "Learning rate", (CurveSpec("lr", "lr"),), "Of the optimizer", short="lr", low=0.0
+    "lr": titled("lr", "lr", short="lr", low=0.0),
+    "loss": titled("loss", "loss"),
+    "ratio": titled("ratio_mean", "mean", healthy=HEALTHY_RATIO),
+    "clip": titled(
+        "clip_fraction", "clipped", short="Clip", low=0.0, healthy=(None, HEALTHY_CLIP_FRACTION)
     ),
-    "loss": ChartSpec("Loss", (CurveSpec("loss", "loss"),), "Of the objective, per token"),
-    "ratio": ChartSpec(
-        "Ratio",
-        (CurveSpec("mean", "ratio_mean"),),
-        "A token's probability under the trainer over that under the rollout policy",
-        healthy=HEALTHY_RATIO,
-    ),
-    "clip": ChartSpec(
-        "Clip fraction",
-        (CurveSpec("clipped", "clip_fraction"),),
-        "Share of tokens whose ratio the objective clips",
-        short="Clip",
-        low=0.0,
-        healthy=(None, HEALTHY_CLIP_FRACTION),
-    ),
-    "ratio-max": ChartSpec(
-        "Ratio max",
-        (CurveSpec("max", "ratio_max", "warning"),),
-        "The largest ratio of a token, before anything is clipped",
-        log=True,
-    ),
-    "entropy": ChartSpec(
-        "Entropy",
-        (CurveSpec("mean", "entropy_mean"),),
-        "How undecided the policy is at a trained token, in nats; near 0 it has stopped exploring",
-        low=0.0,
-    ),
-    "length": ChartSpec(
-        "Completion tokens",
-        (CurveSpec("mean", "completion_tokens_mean"),),
-        "Generated tokens of a sequence",
-        short="Length",
-        low=0.0,
-    ),
-    "truncated": ChartSpec(
-        "Cut off",
-        (CurveSpec("share", "truncated_fraction", "warning"),),
-        "Share of completions that were cut off",
-        low=0.0,
-        high=1.0,
-    ),
-    "grad": ChartSpec(
-        "Gradient norm",
-        (CurveSpec("norm", "grad_norm"),),
-        "Before clipping",
-        short="Gradient",
-        low=0.0,
-    ),
+    "ratio-max": titled("ratio_max", "max", "warning", log=True),
+    "entropy": titled("entropy_mean", "mean", low=0.0),
+    "length": titled("completion_tokens_mean", "mean", short="Length", low=0.0),
+    "truncated": titled("truncated_fraction", "share", "warning", low=0.0, high=1.0),
+    "grad": titled("grad_norm", "norm", short="Gradient", low=0.0),
     "lag": ChartSpec(
         "Policy lag",
         (CurveSpec("mean", "policy_lag_mean"), CurveSpec("max", "policy_lag_max", "warning")),
@@ -222,15 +182,7 @@ CHARTS = {
 }
 
 
-def chart_of(metric: str) -> ChartSpec:
-    """Return a chart for any curve of `RunState.metric`."""
-    is_time = (metric.endswith("_s") and not metric.endswith("_per_s")) or metric.startswith(
-        "sync/"
-    )
-    unit = "s" if is_time else "bytes" if metric.endswith("_bytes") else ""
-    return ChartSpec(metric, (CurveSpec("value", metric),), unit=unit)
-
-
+_LISTED = {curve.metric for spec in CHARTS.values() for curve in spec.curves}
 PAGE = (
     replace(
         CHARTS["reward"],
@@ -275,6 +227,7 @@ PAGE = (
         unit="bytes",
         low=0.0,
     ),
+    *(titled(name) for name, metric in MEASURED.items() if metric.title and name not in _LISTED),
 )
 """Charts of a report, in reading order."""
 

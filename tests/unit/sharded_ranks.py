@@ -210,15 +210,19 @@ def one_case(folder: Path, world: World, model: str, settings: dict[str, Any]) -
     assert gathered_bytes(many.model) > 2 * whole and gathered_bytes(one.model) == 0
     first, second = zip(of_all, [taken(one, number) for number in (1, 2)], strict=True)
     (mine, *mine_then), (theirs, *theirs_then) = first
-    found = {"loss": abs(mine.loss - theirs.loss) / abs(theirs.loss)}
+    found = {
+        "loss": abs(mine.metrics["loss"] - theirs.metrics["loss"]) / abs(theirs.metrics["loss"])
+    }
     found["gradient"], found["weights"] = map(apart, mine_then, theirs_then)
     (mine, _, mine_later), (theirs, _, theirs_later) = second
-    found["norm"] = abs(mine.grad_norm - theirs.grad_norm) / theirs.grad_norm
+    found["norm"] = (
+        abs(mine.metrics["grad_norm"] - theirs.metrics["grad_norm"]) / theirs.metrics["grad_norm"]
+    )
     # A KL is half a squared difference of logprobs: its root is what rounds as they do.
-    roots = [math.sqrt(outcome.ref_kl or 1.0) for outcome in (mine, theirs)]
+    roots = [math.sqrt(outcome.metrics.get("ref_kl", 1.0)) for outcome in (mine, theirs)]
     pairs = (
-        (mine.entropy, theirs.entropy),
-        (mine.ratio_max, theirs.ratio_max),
+        (mine.metrics["entropy_mean"], theirs.metrics["entropy_mean"]),
+        (mine.metrics["ratio_max"], theirs.metrics["ratio_max"]),
         (mine.tokens, theirs.tokens),
         (mine.diffs.abs_max, theirs.diffs.abs_max),
         (roots[0], roots[1]),

@@ -189,8 +189,13 @@ def compare(name: str) -> dict[str, float]:
     (one, wholly), (other, partly) = (step(each, config) for each in pair)
     gradients = [{n: p.grad.clone() for n, p in each.named_parameters()} for each in pair]
     found["gradient"] = largest_gap(model, *gradients)
-    found["norm"] = abs(one.grad_norm - other.grad_norm) / one.grad_norm
-    found["loss"], found["entropy"] = abs(one.loss - other.loss), abs(one.entropy - other.entropy)
+    found["norm"] = (
+        abs(one.metrics["grad_norm"] - other.metrics["grad_norm"]) / one.metrics["grad_norm"]
+    )
+    found["loss"], found["entropy"] = (
+        abs(one.metrics["loss"] - other.metrics["loss"]),
+        abs(one.metrics["entropy_mean"] - other.metrics["entropy_mean"]),
+    )
     for stepper in (wholly, partly):
         stepper.compute()
         stepper.write()

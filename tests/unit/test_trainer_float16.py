@@ -79,7 +79,9 @@ def test_what_overflows_is_left_out_and_the_scale_halved(base: Path) -> None:
     while not (outcome := _accumulate(model, stepper)).finite:
         seen.append(stepper.scale.exponent)
         stepper.zero_grad()
-        assert not math.isfinite(outcome.grad_norm) and math.isfinite(outcome.loss)
+        assert not math.isfinite(outcome.metrics["grad_norm"]) and math.isfinite(
+            outcome.metrics["loss"]
+        )
     assert seen and seen == list(range(15, 15 - len(seen), -1))
     assert all(map(torch.equal, stepper.params, start))
     stepper.compute()

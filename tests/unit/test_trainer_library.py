@@ -296,7 +296,7 @@ class Teller(Callback):
         self.heard.append(("start", step))
 
     def on_step(self, report: StepReport) -> None:
-        self.heard.append(("step", report.step, report.outcome.loss))
+        self.heard.append(("step", report.step, report.outcome.metrics["loss"]))
 
     def on_checkpoint(self, saved: Saved) -> None:
         self.heard.append(("checkpoint", saved.path.name))

@@ -64,7 +64,7 @@ def test_one_step_is_what_it_always_was(base: Path, tmp_path: Path) -> None:
         assert torch.equal(ours.tokens, theirs.tokens) and torch.equal(
             ours.advantages, theirs.advantages
         )
-    outcome = StepOutcome(1.0, 1.0, 0.0, 0.0, 1.0, 1e-3, None, 7)  # type: ignore[arg-type]
+    outcome = StepOutcome({}, None, 7)  # type: ignore[arg-type]
     assert merged([outcome]) is outcome
 
 

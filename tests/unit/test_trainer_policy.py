@@ -145,7 +145,7 @@ def test_the_split_changes_nothing(model: torch.nn.Module, budget: int) -> None:
     split, other = _gradient(model, pack(rollouts, budget))
     assert len(pack(rollouts, budget)) > 1
     torch.testing.assert_close(gradient, other, atol=1e-6, rtol=1e-5)
-    assert whole.loss == pytest.approx(split.loss, abs=1e-6)
+    assert whole.metrics["loss"] == pytest.approx(split.metrics["loss"], abs=1e-6)
     assert (whole.tokens, whole.diffs.tokens) == (split.tokens, split.diffs.tokens)
     assert whole.diffs.abs_max == pytest.approx(split.diffs.abs_max, abs=1e-5)
 
@@ -251,7 +251,7 @@ def test_entropy_is_that_of_the_distribution_that_was_sampled_from(base: Path) -
         sums -= (p * p.log()).sum().item()
     tokens = sum(int(r.trained.sum()) for r in rollouts)
     outcome, _ = _gradient(load_model(str(base), torch.float32, CPU), rows)
-    assert outcome.entropy == pytest.approx(sums / tokens, rel=1e-6)
+    assert outcome.metrics["entropy_mean"] == pytest.approx(sums / tokens, rel=1e-6)
     far = torch.tensor([[900.0, 900.0, -900.0]])
     sure = chunked_scores(torch.ones(1, 1), far.T, None, torch.tensor([0]), torch.ones(1))
     assert sure.entropy.item() == pytest.approx(
@@ -270,7 +270,7 @@ def test_equal_scores_leave_no_gradient(model: torch.nn.Module) -> None:
         Rollout(**{**r.__dict__, "advantages": np.zeros_like(r.advantages)}) for r in rollouts_of(4)
     ]
     outcome, gradient = _gradient(model, pack(rollouts, 1000))
-    assert outcome.loss == 0 and not gradient.any()
+    assert outcome.metrics["loss"] == 0 and not gradient.any()
 
 
 def test_a_broken_gradient_is_noticed(model: torch.nn.Module) -> None:
@@ -284,7 +284,7 @@ def test_gradient_is_clipped_to_the_norm(model: torch.nn.Module) -> None:
     stepper = Stepper(model, _config(max_grad_norm=1e-3))
     outcome = accumulate(model, stepper, pack(rollouts_of(), 1000), Objective(stepper.config), 1)
     total = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
-    assert outcome.grad_norm > 1e-3 and total.item() == pytest.approx(1e-3, rel=1e-3)
+    assert outcome.metrics["grad_norm"] > 1e-3 and total.item() == pytest.approx(1e-3, rel=1e-3)
 
 
 def test_tied_embedding_is_stepped_once(model: torch.nn.Module) -> None:
@@ -331,7 +331,7 @@ def test_optimizers_learn(model: torch.nn.Module, name: str) -> None:
     losses = []
     for step in range(1, 6):
         outcome = accumulate(model, stepper, rows, Objective(stepper.config), step)
-        losses.append(outcome.loss)
+        losses.append(outcome.metrics["loss"])
         stepper.compute()
         stepper.write()
     assert losses[-1] < losses[0] - 0.5
@@ -360,7 +360,7 @@ def test_train_only_some_layers(demo_base: Path) -> None:
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     assert trained and all(".layers.1." in n or ".layers.3." in n for n in trained)
     outcome, _ = _gradient(model, pack(rollouts_of(4), 1000))
-    assert outcome.finite and outcome.grad_norm > 0
+    assert outcome.finite and outcome.metrics["grad_norm"] > 0
     with pytest.raises(UsageError, match="layers 0-3"):
         train_only(model, [4])
 
@@ -405,12 +405,12 @@ def test_another_term_of_the_loss_needs_all_of_them(base: Path) -> None:
     outcome, gradient = _gradient(
         load_model(str(base), torch.float32, CPU), pack(_with_flat_ones(12), 40), kl_coef=0.1
     )
-    assert outcome.loss > 0 and gradient.norm() > 0
+    assert outcome.metrics["loss"] > 0 and gradient.norm() > 0
     config = _config(max_grad_norm=0)
     model = load_model(str(base), torch.float32, CPU)
     stepper = Stepper(model, config)
     outcome = accumulate(model, stepper, pack(_with_flat_ones(12), 40), Objective(config), 1)
-    assert outcome.loss == 0 and outcome.finite
+    assert outcome.metrics["loss"] == 0 and outcome.finite
     assert all(p.grad is not None and not p.grad.any() for p in stepper.params), (
         "0, so that momentum moves on"
     )

@@ -228,7 +228,7 @@ def test_rows_side_by_side_do_not_mix_up_their_experts() -> None:
         assert len(rows) > 1 or threads == 1
         objective = Objective(config)
         outcome = accumulate(model, Stepper(model, config), rows, objective, 1, threads=threads)
-        found.append((outcome.loss, outcome.grad_norm, outcome.diffs.train))
+        found.append((outcome.metrics["loss"], outcome.metrics["grad_norm"], outcome.diffs.train))
     assert found[0] == pytest.approx(found[1], rel=1e-5)
     plain = accumulate(
         model,

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from atropos_common.protocol.manifest import ManifestError, write_manifest
-from atropos_common.protocol.records import StepRecord, TrainerRecord, parse_line
+from atropos_common.protocol.records import StepRecord, parse_line, table_of
 from tests.nursery import TRAINER, forked
 from tests.unit.trainer_stand_ins import (
     TOKEN,
@@ -281,10 +281,8 @@ def test_a_whole_run(
     steps = [r for r in records if isinstance(r, StepRecord)]
     assert [s.step for s in steps] == list(range(1, 13)) == [s.weight_version for s in steps]
     described = (Path(__file__).parents[2] / "docs" / "telemetry.md").read_text(encoding="utf-8")
-    own = steps[0].model_dump(exclude={*TrainerRecord.model_fields, "step"})
-    assert not [name for name in own if f"`{name}`" not in described], (
-        "docs/telemetry.md lists every field"
-    )
+    assert table_of(StepRecord) in described, "docs/telemetry.md has the rows of `table_of`"
+    assert not [name for name in steps[0].model_extra or {} if f"`{name}`" not in described]
     assert sum(s.reward_mean for s in steps[-3:]) > sum(s.reward_mean for s in steps[:3]), (
         "it learns"
     )

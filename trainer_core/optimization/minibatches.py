@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
 
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
-from trainer_core.optimization.step import StepOutcome
+from trainer_core.optimization.step import METRICS, StepOutcome
 from trainer_core.policy.logprobs import row_logprobs
 from trainer_core.policy.reference import Reference
 from trainer_core.policy.speed import in_threads
@@ -143,8 +142,7 @@ def split(
 
 
 def merged(outcomes: Sequence[StepOutcome], epochs: int = 1) -> StepOutcome:
-    """Combine the outcomes of a batch's optimizer steps: means, maxima for maxima, and the first
-    step's differences to the rollouts, which no update has changed yet.
+    """Combine the outcomes of a batch's optimizer steps: means, and maxima of maxima.
 
     Args:
         epochs: number of times that each token was trained.
@@ -152,17 +150,10 @@ def merged(outcomes: Sequence[StepOutcome], epochs: int = 1) -> StepOutcome:
     first = outcomes[0]
     if len(outcomes) == 1:
         return first
-    means: dict[str, Any] = {}
-    for each in fields(StepOutcome):
-        # Only floats are averaged; counts and `diffs` are handled below or stay those of the first
-        # step.
-        known = [
-            value for outcome in outcomes if isinstance(value := getattr(outcome, each.name), float)
-        ]
-        if known:
-            means[each.name] = math.fsum(known) / len(known)
-    largest = max(outcome.ratio_max for outcome in outcomes)
+    metrics: dict[str, float] = {}
+    for name, metric in METRICS.items():
+        if known := [each.metrics[name] for each in outcomes if name in each.metrics]:
+            metrics[name] = max(known) if metric.max_of else math.fsum(known) / len(known)
     tokens = sum(outcome.tokens for outcome in outcomes) // epochs
-    return replace(
-        first, **means | {"ratio_max": largest, "tokens": tokens, "steps": len(outcomes)}
-    )
+    # The differences of the first step: no update has changed the weights yet.
+    return StepOutcome(metrics, first.diffs, tokens, len(outcomes))

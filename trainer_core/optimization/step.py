@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
+from atropos_common.protocol.records import StepRecord, metrics_of
 from trainer_core.objective.alignment import DiffSums
 from trainer_core.objective.loss import (
     Correction,
@@ -40,47 +41,42 @@ from trainer_core.policy.speed import ThreadGradients, in_threads
 from trainer_core.ranks.world import ALONE, World
 from trainer_core.rollouts.packing import PackedRow
 
+METRICS = {
+    name: metric
+    for name, metric in metrics_of(StepRecord).items()
+    if metric.mean_of or metric.max_of or name in ("loss", "grad_norm", "lr")
+}
+"""Metrics of an optimizer step, by field of the `step` record."""
+_DIFFS = [f"diffs.{each.name}" for each in fields(DiffSums)]
+_MAXIMA = [metric.max_of for metric in METRICS.values() if metric.max_of] + ["diffs.abs_max"]
+# In a fixed order without repetition: several metrics share a denominator.
+_SUMS = list(
+    dict.fromkeys(
+        [
+            *("loss", "balance", "labels"),
+            *(metric.mean_of for metric in METRICS.values() if metric.mean_of),
+            *(metric.over for metric in METRICS.values() if metric.mean_of),
+            *(name for name in _DIFFS if name not in _MAXIMA),
+        ]
+    )
+)
+
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Means over the trained tokens of one optimizer step."""
+    """Figures of one optimizer step, or of all steps on a batch."""
 
-    loss: float
-    ratio_mean: float
-    clip_fraction: float
-    kl_k3: float
-    grad_norm: float
-    lr: float
+    metrics: dict[str, float]
+    """By field of the `step` record; without those that do not apply to any token."""
     diffs: DiffSums
-    """Trainer against rollout logprobs, over the trained tokens that came with one, including
-    masked ones."""
+    """Over the trained tokens that came with a logprob, including masked ones."""
     tokens: int
-    clip_low: float = 0.0
-    clip_high: float = 0.0
-    """Shares of tokens with a ratio below and above the clip range; their sum is
-    `clip_fraction`."""
-    dual_clip: float = 0.0
-    ratio_max: float = 1.0
-    """Largest unclipped ratio of a trained token."""
-    entropy: float = 0.0
-    """Mean entropy of the policy in nats, over all trained tokens, at their sampling
-    temperature."""
-    tis_mean: float | None = None
-    """Mean importance weight; None with `ratio_base = rollout`, like the next two."""
-    tis_truncated: float | None = None
-    tis_masked: float | None = None
-    """Shares of all trained tokens whose weight was capped, and that were masked out."""
-    ref_kl: float | None = None
-    distill_kl: float | None = None
-    """KL to the frozen reference and to the teacher, over the trained tokens that have one; None if
-    none has."""
     steps: int = 1
-    """Number of optimizer steps that these are the means of."""
 
     @property
     def finite(self) -> bool:
         """True if the update may be applied."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+        return math.isfinite(self.metrics["loss"]) and math.isfinite(self.metrics["grad_norm"])
 
 
 @dataclass(frozen=True)
@@ -135,19 +131,17 @@ def accumulate(
     # Before the first backward pass: each row's loss is divided by it.
     denominator, labels = _divisors(ready, objective, world, device)
     scale = None if stepper.scale is None else stepper.scale.factor(denominator)
-    sums = _Sums(device)
+    sums = _Totals(device)
     stepper.zero_grad()
     gradients = ThreadGradients(stepper.params, threads) if threads > 1 else None
 
-    def train(
-        row: _DeviceRow, thread: int
-    ) -> tuple[LossSums, TokenScores, torch.Tensor, _DeviceRow] | None:
+    def train(row: _DeviceRow, thread: int) -> Values | None:
         # FSDP's collectives need a pass on every rank.
         if not len(row.packed.labels):
             _accompany(model, row)
             return None
         with torch.set_grad_enabled(row.learns):
-            scores, penalty, uneven, penalties = _forward(model, row.packed, objective)
+            scores, penalty, uneven, values = _forward(model, row.packed, objective)
             if not row.known:
                 row = _based(row, scores.logprobs.detach(), objective)
             packed = row.packed
@@ -160,27 +154,23 @@ def accumulate(
                 penalty,
             )
         loss = part.loss / denominator
-        if (
-            uneven is not None
-        ):  # a term of the whole row: outside of the tokens' denominator, and of any mask
-            share = uneven * (len(packed.labels) / labels)
-            loss, penalties[4] = loss + share, share.detach()
-        if not row.learns:
-            return part, scores, penalties, row
-        loss = loss if scale is None else loss * scale
-        if gradients is None:
-            loss.backward()
-        else:
-            gradients.backward(loss, thread)
-        detached = TokenScores(*(value.detach() for value in scores))
-        return LossSums(*(value.detach() for value in part)), detached, penalties, row
+        if uneven is not None:
+            # A term of the whole row: outside of the tokens' denominator, and of any mask.
+            values["balance"] = uneven * (len(packed.labels) / labels)
+            loss = loss + values["balance"]
+        if row.learns:
+            loss = loss if scale is None else loss * scale
+            if gradients is None:
+                loss.backward()
+            else:
+                gradients.backward(loss, thread)
+        found = values | _values(part, scores, row)
+        return {name: value.detach() for name, value in found.items()}
 
-    for done in in_threads(train, ready, threads):
-        if done is not None:
+    for values in in_threads(train, ready, threads):
+        if values is not None:
             # In the order of rows, so that sums do not depend on the timing of threads.
-            part, scores, penalties, row = done
-            sums.add(part, scores, row)
-            sums.penalties += penalties
+            sums.add(values)
     if gradients is not None:
         stepper.take_gradients(gradients.total())
     # Gradients are complete only now: over rows, then over ranks, then without the loss scale.
@@ -264,14 +254,17 @@ def _accompany(model: torch.nn.Module, row: _DeviceRow) -> None:
         nothing.backward()
 
 
+Values = dict[str, torch.Tensor]
+"""Sums and maxima of a row by name, as in `_SUMS` and `_MAXIMA`: scalars on the device."""
+
+
 def _forward(
     model: torch.nn.Module, row: PackedRow, objective: Objective
-) -> tuple[TokenScores, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+) -> tuple[TokenScores, torch.Tensor | None, torch.Tensor | None, Values]:
     """Return the labels' scores, [T]; more terms of each token's loss, [T]; the row's weighted
-    balance loss, []; and the sums of `_Sums.penalties`. None stands for a term that the objective
-    does not have."""
-    # [5] as in `_Sums.penalties`.
-    penalties = torch.zeros(5, dtype=torch.float64, device=row.tokens.device)
+    balance loss, []; and the sums of the terms. None stands for a term that the objective does not
+    have."""
+    values: Values = {}
     routing: list[torch.Tensor] | None = [] if objective.balance_coef else None
     if row.teacher_ids is None or row.teacher_logprobs is None:
         scores, penalty = row_scores(model, row, routing=routing), None
@@ -282,107 +275,87 @@ def _forward(
         scores = TokenScores(whole.logprobs[:, 0], whole.entropy)
         to_teacher = teacher_kl(whole.logprobs[:, 1:], row.teacher_logprobs)
         penalty = objective.distill_coef * to_teacher
-        penalties[2] = to_teacher.detach().sum()
-        penalties[3] = (row.teacher_logprobs > -torch.inf).any(1).sum()
+        values["distill_kl"] = to_teacher.sum()
+        values["taught"] = (row.teacher_logprobs > -torch.inf).any(1).sum()
     if row.reference is not None:
         to_reference = reference_kl(scores.logprobs, row.reference)
         weighed = objective.ref_kl_coef * to_reference
         penalty = weighed if penalty is None else penalty + weighed
-        penalties[0] = to_reference.detach().sum()
-        penalties[1] = (~row.reference.isnan()).sum()
+        values["ref_kl"] = to_reference.sum()
+        values["referenced"] = (~row.reference.isnan()).sum()
     uneven = (
         objective.balance_coef * balance_loss(routing, model.config.num_experts_per_tok)
         if routing
         else None
     )
-    return scores, penalty, uneven, penalties
+    return scores, penalty, uneven, values
 
 
-class _Sums:
-    """Sums over the rows of a step, in float64 on the device."""
+@torch.no_grad()
+def _values(part: LossSums, scores: TokenScores, row: _DeviceRow) -> Values:
+    """Return a row's sums and maxima, over its T trained tokens."""
+    logprobs, rollout, correction = scores.logprobs, row.packed.logprobs, row.correction
+    labels = torch.ones_like(rollout).sum()
+    measured = torch.ones_like(rollout) if row.measured is None else row.measured.to(rollout.dtype)
+    # A replaced logprob is the trainer's own: its difference of 0 would hide a mismatch.
+    diff = torch.where(measured > 0, logprobs - rollout, 0.0)
+    values = part._asdict() | {
+        "labels": labels,
+        "entropy": scores.entropy.sum(),
+        "diffs.tokens": measured.sum(),
+        "diffs.diff": diff.sum(),
+        "diffs.abs_diff": diff.abs().sum(),
+        "diffs.abs_max": diff.abs().max(),
+        "diffs.train": (logprobs * measured).sum(),
+        "diffs.inference": (rollout * measured).sum(),
+    }
+    if correction is not None:
+        values |= {
+            "weighted": labels,
+            "tis_weight": correction.weight.sum(),
+            "tis_truncated": correction.truncated.sum(),
+            "tis_masked": labels - part.tokens,
+        }
+    return values
+
+
+class _Totals:
+    """Sums and maxima over the rows of a step, in float64 on the device: no transfer until
+    `outcome`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._values = torch.zeros(17, dtype=torch.float64, device=device)
-        self._largest = self._ratio_max = torch.zeros((), device=device)
-        self.penalties = torch.zeros(5, dtype=torch.float64, device=device)
-        """[5]: KL to the reference, tokens that have one, KL to the teacher, tokens that have one,
-        balance loss."""
+        self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
+        self._maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
 
-    @torch.no_grad()
-    def add(self, part: LossSums, scores: TokenScores, row: _DeviceRow) -> None:
-        logprobs, rollout, correction = scores.logprobs, row.packed.logprobs, row.correction
-        measured = (
-            torch.ones_like(rollout) if row.measured is None else row.measured.to(rollout.dtype)
-        )
-        # A replaced logprob is the trainer's own: its difference of 0 would hide
-        # a mismatch.
-        diff = torch.where(measured > 0, logprobs - rollout, 0.0)
-        self._largest = torch.maximum(self._largest, diff.abs().max())
-        everything = torch.ones_like(rollout).sum()
-        theirs = [(logprobs * measured).sum(), (rollout * measured).sum(), measured.sum()]
-        self._ratio_max = torch.maximum(self._ratio_max, part.ratio_max)
-        values = [
-            *part[:-1],
-            diff.sum(),
-            diff.abs().sum(),
-            *theirs,
-            everything,
-            scores.entropy.sum(),
-        ]
-        # Tensors on the device, so that no transfer is needed here.
-        values += (
-            [everything * 0, everything * 0]
-            if correction is None
-            else [correction.weight.sum(), correction.truncated.sum()]
-        )
-        self._values += torch.stack([value.detach().double() for value in values])
+    def add(self, values: Values) -> None:
+        if unknown := values.keys() - {*_SUMS, *_MAXIMA}:
+            raise KeyError(f"no metric of StepRecord uses {', '.join(sorted(unknown))}")
+        none = torch.zeros((), device=self._sums.device)
 
-    def over(self, world: World) -> _Sums:
+        def column(names: list[str]) -> torch.Tensor:
+            return torch.stack([values.get(name, none).double() for name in names])
+
+        self._sums += column(_SUMS)
+        self._maxima = torch.maximum(self._maxima, column(_MAXIMA))
+
+    def over(self, world: World) -> _Totals:
         """Reduce over all ranks, in place."""
-        count = len(self._values)
-        # One all-reduce for all sums and one for the maxima.
-        self._values, self.penalties = world.total(torch.cat([self._values, self.penalties])).split(
-            [count, 5]
-        )
-        self._largest, self._ratio_max = world.largest(
-            torch.stack([self._largest, self._ratio_max])
-        )
+        self._sums, self._maxima = world.total(self._sums), world.largest(self._maxima)
         return self
 
     def outcome(self, denominator: torch.Tensor, norm: torch.Tensor, lr: float) -> StepOutcome:
-        extra = torch.stack(
-            [x.double() for x in (self._largest, denominator, norm, self._ratio_max)]
-        )
+        more = torch.stack([denominator.double(), norm.double()])
         # The only transfer to the CPU: it waits for the whole step on the device.
-        values = torch.cat([self._values, extra, self.penalties]).tolist()
-        diff, abs_diff, train, inference, measured, tokens = values[8:14]
-        entropy, weight, truncated, largest, denominator_, norm_, ratio_max = values[14:21]
-        to_reference, referenced, to_teacher, taught, uneven = values[21:]
-        part = LossSums(*[*values[:8], ratio_max])
-        kept = part.tokens
-
-        def mean(total: float, over: float) -> float:
-            return total / over if over else math.nan
-
-        # With `ratio_base = rollout` there are no importance weights, so their sum is 0.
-        corrected = bool(weight)
-        return StepOutcome(
-            loss=part.loss / denominator_ + uneven,
-            ratio_mean=mean(part.ratio, kept),
-            clip_fraction=mean(part.clipped, kept),
-            kl_k3=mean(part.kl_k3, kept),
-            grad_norm=norm_,
-            lr=lr,
-            tokens=int(tokens),
-            diffs=DiffSums(int(measured), diff, abs_diff, largest, train, inference),
-            clip_low=mean(part.clipped_low, kept),
-            clip_high=mean(part.clipped_high, kept),
-            dual_clip=mean(part.dual_clipped, kept),
-            ratio_max=part.ratio_max,
-            entropy=mean(entropy, tokens),
-            tis_mean=mean(weight, tokens) if corrected else None,
-            tis_truncated=mean(truncated, tokens) if corrected else None,
-            tis_masked=1.0 - mean(kept, tokens) if corrected else None,
-            ref_kl=to_reference / referenced if referenced else None,
-            distill_kl=to_teacher / taught if taught else None,
-        )
+        *found, divisor, grad_norm = torch.cat([self._sums, self._maxima, more]).tolist()
+        totals = dict(zip((*_SUMS, *_MAXIMA), found, strict=True))
+        loss = totals["loss"] / divisor + totals["balance"]
+        metrics = {"loss": loss, "grad_norm": grad_norm, "lr": lr}
+        for name, metric in METRICS.items():
+            if metric.max_of:
+                metrics[name] = totals[metric.max_of]
+            elif metric.mean_of and totals[metric.over]:
+                metrics[name] = totals[metric.mean_of] / totals[metric.over]
+            elif metric.mean_of and not metric.optional:
+                metrics[name] = math.nan
+        diffs = DiffSums(**{each.name: totals[f"diffs.{each.name}"] for each in fields(DiffSums)})
+        return StepOutcome(metrics, replace(diffs, tokens=int(diffs.tokens)), int(totals["labels"]))

@@ -56,12 +56,9 @@ from atropos_tui.monitor.run.series import MOST_STEPS, Series
 
 
 def _numbers(kind: type[Record], *without: str) -> tuple[str, ...]:
-    ends = (Number, Number | None, int, int | None, Whole, Whole | None)
-    return tuple(
-        name
-        for name, written in kind.__annotations__.items()
-        if written in ends and name not in without
-    )
+    ends = (float, Number | None, int, int | None, Whole | None)
+    own = {name: kind.model_fields[name].annotation for name in kind.__annotations__}
+    return tuple(name for name, type_ in own.items() if type_ in ends and name not in without)
 
 
 # Fields that become curves; `tokens` is that of the step record.
