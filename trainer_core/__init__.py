@@ -76,14 +76,14 @@ _MODULES = {
     "loop": "train",
     "objective.loss": "Bounds Correction LossSums Sequences cispo_loss correct grpo_loss gspo_loss",
     "objective.registry": "Objective",
-    "optim": "Stepper",
+    "optimization.optimizers": "Stepper",
     "policy.load": "load_model",
     "policy.logprobs": "row_logprobs",
     "rollouts.batch": "Batch Rollout group_advantages read_batch",
     "rollouts.client": "RolloutSource",
     "rollouts.packing": "PackedRow pack",
     "rollouts.recorded": "RecordedRollouts Recorder",
-    "step": "StepOutcome accumulate",
+    "optimization.step": "StepOutcome accumulate",
 }
 _EXPORTS = {
     name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()

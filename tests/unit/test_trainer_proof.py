@@ -282,7 +282,9 @@ def test_the_balance_loss_is_part_of_a_step() -> None:
         objective = Objective(config.model_copy(update={"router_aux_loss_coef": coefficient}))
         model = _made("Qwen3-MoE")
         norms.append(
-            accumulate(model, Stepper(model, config), pack(rollouts, 100), objective, 1).grad_norm
+            accumulate(model, Stepper(model, config), pack(rollouts, 100), objective, 1).metrics[
+                "grad_norm"
+            ]
         )
     assert norms[0] == 0 < norms[1], "advantages are all 0, so the balance is all there is"
     assert balance_coefficient(model, None) == 0 and balance_coefficient(model, 0.2) == 0.2
