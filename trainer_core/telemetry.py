@@ -77,6 +77,8 @@ class Telemetry:
             self._file = None
 
     def _open(self) -> TextIO:
+        if self._file is not None and not self.path.exists():
+            self.close()  # the file was removed: nobody would read what is written on
         if self._file is None:
             # Continue the numbers of an earlier attempt's file.
             self.seq = next_seq(self.path)

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from atropos_common.protocol.records import TimingRecord, parse_line
+from atropos_common.protocol.records import CheckpointRecord, TimingRecord, parse_line
 from trainer_core.errors import Stopped
 from trainer_core.rollouts.client import RunApi
 from trainer_core.telemetry import Telemetry
@@ -93,6 +93,15 @@ def test_telemetry_repairs_and_continues(tmp_path: Path) -> None:
     second.write(TimingRecord, 2, **fields)
     records: list[Any] = [parse_line(line) for line in path.read_text().splitlines()]
     assert [(r.seq, r.attempt, r.step) for r in records] == [(0, 1, 1), (1, 1, 2), (2, 2, 2)]
+
+
+def test_a_telemetry_file_that_is_removed_begins_again(tmp_path: Path) -> None:
+    stream = Telemetry(tmp_path / "telemetry.jsonl")
+    fields = {"path": "p", "seconds": 1.0, "bytes": 1}
+    stream.write(CheckpointRecord, 1, **fields)
+    stream.path.unlink()
+    stream.write(CheckpointRecord, 2, **fields)
+    assert [parse_line(line).seq for line in stream.path.read_text().splitlines()] == [0]
 
 
 def test_a_full_disk_does_not_stop_training(
