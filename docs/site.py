@@ -1,4 +1,4 @@
-"""Of `make docs`: the README is the first page, and every file of the repository that a page links
+"""Hooks of `make docs`: the README is the first page, and every file of the repository that a page links
 is part of the site.
 
 Documents link each other as they lie, so that the links work in a checkout and on a code host, too.

@@ -107,11 +107,24 @@ def wrong_phrase(words: str, *, docstring: bool) -> str | None:
     return "null" if docstring and NULL.search(words) and "JSON" not in words else None
 
 
+def messages(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and words of each string of three words or more that is no docstring: logs, errors, help."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            words = " ".join(node.value.split())
+            if words.count(" ") > 1:
+                yield node.lineno, words
+
+
 def lint_python(path: Path) -> Iterator[Finding]:
-    """Forbidden phrases in docstrings, attribute strings and comments."""
+    """Forbidden phrases in docstrings, attribute strings, messages and comments."""
     for text in texts(path):
         if phrase := wrong_phrase(text.words, docstring=True):
             yield Finding(path, text.line, phrase)
+    if path.parts[0] in PACKAGES:
+        for line, words in messages(path):
+            if found := PHRASES.search(words):
+                yield Finding(path, line, found.group())
     for line, words in comments(path):
         if found := PHRASES.search(words):
             yield Finding(path, line, found.group())

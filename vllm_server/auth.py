@@ -174,7 +174,7 @@ class LoadMetrics:
             yield GaugeMetricFamily(METRIC_VERSION, "Version of the weights that answer.", version)
 
 
-ENDING = "this server is ending: it was told to stop, and takes no new work"
+ENDING = "this server is stopping and takes no new work"
 ENGINE_DIED = (
     "the engine of this server has died, and the server ends with it; its log has the cause"
 )

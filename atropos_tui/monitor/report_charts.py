@@ -264,7 +264,7 @@ def system_charts(state: RunState) -> list[PageChart]:
             [(f"GPU {label}", card(label, "utilization_percent")) for label in gpus],
         ),
         (
-            ChartSpec("GPU memory", (), "In use, whoever uses it", unit="bytes", low=0.0),
+            ChartSpec("GPU memory", (), "In use by all processes", unit="bytes", low=0.0),
             [(f"GPU {label}", card(label, "used_bytes")) for label in gpus],
         ),
         (

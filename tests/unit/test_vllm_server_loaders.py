@@ -40,7 +40,7 @@ def test_a_parameter_of_another_layout_is_told_by_its_sample(dtype: torch.dtype)
         (None, "how its weights were loaded was not recorded: leave out --load-format"),
         (
             LoadTrace({"a": VIEW}, {}, ["layers.1.w13_weight"]),
-            "lays out 1 parameters anew .*w13_weight.*triton.*[(]lora_only",
+            "changes the layout of 1 parameters .*w13_weight.*triton.*[(]lora_only",
         ),
         (
             LoadTrace({"a": VIEW}, {"b": "is a buffer of the model, b"}, []),

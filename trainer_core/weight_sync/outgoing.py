@@ -178,9 +178,8 @@ def parts_of(model: torch.nn.Module) -> dict[str, list[tuple[str, Spot]]]:
     for name, spot in checkpoint_layout(model).items():
         if spot is None:
             raise UsageError(
-                f"mode broadcast cannot send {name}: transformers makes it anew from its "
-                f"parameters when it saves. Use "
-                "another weight bridge mode (none or lora_only)"
+                f"mode broadcast cannot send {name}: transformers computes it from its "
+                "parameters when it saves. Use another weight bridge mode (none or lora_only)"
             )
         parts[spot.parameter].append((name, spot))
     return {
