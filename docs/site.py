@@ -1,9 +1,7 @@
-"""Hooks of `make docs`: the README is the first page, and every file of the repository that a page links
-is part of the site.
+"""Hooks of `make docs`: the README is the first page, and linked files are part of the site.
 
-Documents link each other as they lie, so that the links work in a checkout and on a code host, too.
-Here `docs/` is the
-root: `../X` of a page in it becomes `X`, and `docs/X` of a page beside it becomes `X`.
+Documents link each other as they lie, so that links work in a checkout and on a code host too. Here
+`docs/` is the root: `../X` of a page in it becomes `X`; so does `docs/X` of a page beside it.
 """
 
 from __future__ import annotations

@@ -108,7 +108,8 @@ def wrong_phrase(words: str, *, docstring: bool) -> str | None:
 
 
 def messages(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and words of each string of three words or more that is no docstring: logs, errors, help."""
+    """Line and words of each string of three words or more that is no docstring: logs, errors,
+    help."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             words = " ".join(node.value.split())

@@ -415,12 +415,14 @@ def one_dtype(shard: Shard, wanted: str) -> torch.dtype:
         named = "; ".join(f"{name} is {dtype}" for dtype, name in sorted(dtypes.items()))
         raise UsageError(
             f"the server's tensors are of several types ({named}). Start it with --dtype; a "
-            f"model that still keeps a part of itself in another type cannot be shared. {ANOTHER_MODE}"
+            f"model that still keeps a part of itself in another type cannot be shared. "
+            f"{ANOTHER_MODE}"
         )
     (dtype,) = dtypes
     if wanted not in ("auto", dtype):
         raise UsageError(
-            f"the server's weights are {dtype}, the trainer has --dtype {wanted}: pass --dtype {dtype}"
+            f"the server's weights are {dtype}, the trainer has --dtype {wanted}: pass "
+            f"--dtype {dtype}"
         )
     return _dtype(dtype)
 

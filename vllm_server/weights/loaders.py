@@ -82,7 +82,8 @@ def why_not_in_place() -> str | None:
         return f"how its weights were loaded was not recorded: {fix}"
     if anew := _trace.laid_anew:
         return (
-            f"after loading vLLM changes the layout of {len(anew)} parameters for its kernels, such as "
+            f"after loading vLLM changes the layout of {len(anew)} parameters for its "
+            f"kernels, such as "
             f"{anew[0]}; for a mixture of experts on a GPU --moe-backend triton leaves them as "
             "they are"
         )
