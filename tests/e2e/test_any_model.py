@@ -25,7 +25,7 @@ from tests.e2e.test_broadcast import config as broadcast
 from tests.e2e.test_none import UPDATES
 from tests.e2e.test_none import config as none
 from tests.e2e.vllm_server_live import TOKEN, Server, end_of, largest_gap, start_server
-from trainer_core.policy.checkpoint_layout import checkpoint_tensors
+from trainer_core.policy.load import checkpoint_tensors
 from trainer_core.weight_sync.base import Start, WeightSync
 from trainer_core.weight_sync.broadcast import Broadcast
 from trainer_core.weight_sync.none_reload import Reload

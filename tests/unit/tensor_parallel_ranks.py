@@ -30,17 +30,17 @@ from trainer_core.errors import UsageError
 from trainer_core.objective.registry import Objective
 from trainer_core.optimization.optimizers import Stepper
 from trainer_core.optimization.step import accumulate
-from trainer_core.policy import load
+from trainer_core.policy import sharding
 from trainer_core.policy.attention import register
 from trainer_core.policy.load import (
     attach_views,
-    copy_weights,
     decoder_layers,
     empty_model,
     load_model,
 )
 from trainer_core.policy.logprobs import row_logprobs, row_scores, whole_row
 from trainer_core.policy.proof import prove
+from trainer_core.policy.sharding import copy_weights
 from trainer_core.policy.tensor_parallel import TensorParallel
 from trainer_core.ranks.group import join
 from trainer_core.ranks.world import World
@@ -270,7 +270,7 @@ def _resume(folder: Path, world: World) -> dict[str, Any]:
     saved = checkpoint.save_step(model, config, stepper, step=1, version=1, world=world)
     at_once = one(model, stepper, 2)
     read: list[Any] = []
-    with patch.object(load, "load_model", lambda *args: read.append(args) or load_model(*args)):
+    with patch.object(sharding, "load_model", lambda *args: read.append(args) or load_model(*args)):
         copy_weights(model, saved.path, world)
     again = Stepper(model, config, world)
     checkpoint.restore(saved.path, again)

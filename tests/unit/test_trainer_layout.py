@@ -21,8 +21,12 @@ from transformers import (
 from atropos_common.protocol.manifest import Shard, TensorEntry, TensorView
 from tests.unit.small_models import CONFIGS, SMALL, build
 from trainer_core.errors import UsageError
-from trainer_core.policy.checkpoint_layout import checkpoint_layout, checkpoint_tensors
-from trainer_core.policy.load import attach_views, empty_model
+from trainer_core.policy.load import (
+    attach_views,
+    checkpoint_layout,
+    checkpoint_tensors,
+    empty_model,
+)
 from trainer_core.weight_sync.shared_vllm import PROOF, _proof_value
 
 MOE = Qwen3MoeConfig(

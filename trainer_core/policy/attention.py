@@ -1,15 +1,8 @@
-"""Causal attention over packed sequences, registered as an attention implementation of
-transformers.
+"""Causal attention over packed sequences, as an attention implementation of transformers.
 
-On CUDA in half precision the packed row goes through FlashAttention 2 (`torch.nn.attention.varlen`)
-or FlashAttention 4, as `kernel_choice.use_attention` chooses. On a CPU, or in float32, SDPA
-computes one right-padded batch of the sequences. That is exact, because a causal row never attends
-to later positions. Soft-capped scores and scores with a sink are computed in full, one sequence at
-a time.
-
-FlashAttention 4 is the package `flash-attn-4` (CuTe DSL, compiled on first use; sm_90 and newer;
-source: flash_attn/cute/interface.py). Two custom operators hide it from torch.compile. It supports
-grouped-query heads and sliding windows.
+Half precision on CUDA goes through FlashAttention 2 (`torch.nn.attention.varlen`) or FlashAttention
+4, as `kernel_choice` decides; the rest goes through SDPA. Soft-capped scores and sinks are computed
+in full, one sequence at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +11,7 @@ import importlib
 import inspect
 import warnings
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -29,13 +22,13 @@ from torch.utils.checkpoint import checkpoint
 from trainer_core.ranks.context_parallel import Context
 
 NAME = "atropos_packed"
+# Without the word "flash": transformers would take it for an implementation of its own.
 NAME_FLASH4 = "atropos_packed_4"
-"""Avoids the substring "flash", which transformers would resolve to its own implementations."""
 HALF = (torch.bfloat16, torch.float16)
 KERNEL_HEAD = 256
-"""Largest head size of the variable-length kernel."""
+"""Largest head size of the varlen kernel."""
 PROVEN: set[tuple[int, int]] = set()
-"""(key, value) head sizes that `kernel_choice.wrong_kernels` has found correct on this device."""
+"""(key, value) head sizes for which FlashAttention 4 is correct on this device."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +36,17 @@ class Layout:
     """Positions of the S sequences in a packed row of N tokens."""
 
     varlen: bool
-    """Use the variable-length kernel, on CUDA."""
     lengths: tuple[int, ...]
     max_length: int
-    """Tokens of the longest sequence; rounded up for the kernel, so that compiled code sees few
-    distinct values."""
+    """Longest sequence; for the kernel rounded up to a power of two."""
     cumulative: torch.Tensor
     """[S + 1] int32, first position of each sequence, then N."""
     pad: torch.Tensor | None
-    """[S * max_length] int64, position of each cell of the padded batch (any position for padding);
-    None when all lengths are equal."""
+    """[S * max_length] int64, position of each cell of the padded batch; None: equal lengths."""
     unpad: torch.Tensor | None
-    """[N] int64, cell of each position; None when all lengths are equal."""
+    """[N] int64, cell of each position; None: equal lengths."""
     context: Context | None = None
-    """Set when other ranks hold part of the row's tokens."""
+    """Set when other ranks hold part of the row."""
 
 
 def layout(
@@ -65,7 +55,6 @@ def layout(
     dtype: torch.dtype,
     context: Context | None = None,
 ) -> Layout:
-    """Build the layout of a row with these sequence lengths, for weights of `dtype`."""
     varlen = device.type == "cuda" and dtype in HALF
     longest = max(lengths)
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(
@@ -88,15 +77,14 @@ def layout(
 
 
 def register() -> str:
-    """Register the implementations with transformers; return the default one's name."""
+    """Register the implementations with transformers; return the default's name."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     for name, function in ((NAME, packed_attention), (NAME_FLASH4, _packed_by_flash4)):
         AttentionInterface.register(name, function)
-        AttentionMaskInterface.register(
-            name, lambda *args, **kwargs: None
-        )  # `packing` replaces masks
+        # `packing` replaces masks.
+        AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
     return NAME
 
 
@@ -120,21 +108,18 @@ def packed_attention(
     by_flash4: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention with transformers' interface.
+    """Compute attention through transformers' interface.
 
     Args:
         query: [1, heads, N, head_dim]; key and value: [1, kv_heads, N, head_dim].
-        packing: the row's layout; the caller of the model passes it as a keyword.
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
-        s_aux: [heads], attention sinks: one extra score per head that takes part in the softmax and
-            has no value (GPT-OSS).
-        by_flash4: use FlashAttention 4 where it supports the shapes.
+        s_aux: [heads], sinks: one more score per head in the softmax, without a value (GPT-OSS).
 
     Returns:
         [1, N, heads, head_dim] and no attention weights.
 
     Raises:
-        ValueError: the model's class does not pass `packing` on, or wants a mask or dropout.
+        ValueError: the model does not pass `packing`, or wants a mask or dropout.
     """
     if packing is None:
         raise ValueError("its attention layers drop the keyword `packing`")
@@ -163,30 +148,18 @@ def _attend(
     sinks: torch.Tensor | None,
     by_flash4: bool,
 ) -> torch.Tensor:
-    """Return [1, N, heads, head_dim]."""
     groups = query.shape[0] // key.shape[0]
+    window = window if window and window < packing.max_length else None
     # The kernel takes half precision and limited head sizes; the start-up proof runs in float32.
     beyond = packing.varlen and (query.dtype == torch.float32 or query.shape[-1] > KERNEL_HEAD)
     if softcap is not None or sinks is not None or beyond:
         return one_by_one(query, key, value, packing, groups, scaling, window, softcap, sinks)
     if by_flash4 and packing.varlen and (query.shape[-1], value.shape[-1]) in PROVEN:
-        return _flash4(query, key, value, packing, scaling, window)[None]
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        starts, longest = packing.cumulative, packing.max_length
+        return flash4(query, key, value, starts, longest, scale=scaling, window=window)[None]
     run = _varlen if packing.varlen else _padded
     return run(query, key, value, packing, groups, scaling, window)[None]
-
-
-def _flash4(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    packing: Layout,
-    scaling: float | None,
-    window: int | None,
-) -> torch.Tensor:
-    query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-    longest = packing.max_length
-    window = window if window and window < longest else None
-    return flash4(query, key, value, packing.cumulative, longest, scale=scaling, window=window)
 
 
 def _varlen(
@@ -218,7 +191,7 @@ def _varlen(
         starts,
         longest,
         longest,
-        window_size=(window - 1 if window and window < longest else -1, 0),
+        window_size=(-1 if window is None else window - 1, 0),
         scale=scaling,
         **more,
     )
@@ -226,7 +199,7 @@ def _varlen(
 
 
 def _kernel_groups() -> bool:
-    """True if torch's kernel supports grouped-query heads (2.13 does, 2.11 does not)."""
+    # torch 2.13 supports grouped-query heads, 2.11 does not.
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -255,9 +228,10 @@ def _padded(
         x = x.reshape(sequences, longest, *x.shape[1:]).transpose(1, 2)
         return x.repeat_interleave(repeat, dim=1) if repeat > 1 else x
 
+    # Padding on the right needs no mask: a causal row never attends to later positions.
     # SDPA's own causal flag is faster than a mask, so a mask exists for sliding windows only.
     mask = None
-    if window is not None and window < longest:
+    if window is not None:
         cells = torch.arange(longest, device=query.device)
         gap = cells[:, None] - cells[None, :]
         mask = (gap >= 0) & (gap < window)
@@ -285,28 +259,17 @@ def one_by_one(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention that no kernel here supports: [1, N, heads, head_dim] from query [heads, N,
-    head_dim] and key and value [kv_heads, N, head_dim].
+    """Compute full scores for what no kernel supports, [1, N, heads, head_dim].
 
-    Computes the full scores one sequence at a time, and again in the backward pass, so that only
-    one sequence's scores are in memory.
+    Args:
+        query: [heads, N, head_dim]; key and value: [kv_heads, N, head_dim].
     """
     key, value = (x.repeat_interleave(groups, dim=0) if groups > 1 else x for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     parts = zip(*(x.split(packing.lengths, dim=1) for x in (query, key, value)), strict=True)
-    results = [
-        checkpoint(
-            _whole,
-            *part,
-            scale,
-            window,
-            softcap,
-            sinks,
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )
-        for part in parts
-    ]
+    # The backward pass computes the scores again, so memory holds those of one sequence.
+    whole = partial(checkpoint, _whole, use_reentrant=False, preserve_rng_state=False)
+    results = [whole(*part, scale, window, softcap, sinks) for part in parts]
     return torch.cat(results, dim=1).transpose(0, 1)[None]
 
 
@@ -319,7 +282,6 @@ def _whole(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return [heads, n, head_dim] for one sequence."""
     scores = query @ key.transpose(1, 2) * scale
     # The softmax runs in float32 at least, as in the kernels.
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -338,9 +300,11 @@ def _whole(
     return (shares if sinks is None else shares[..., :-1]).to(value.dtype) @ value
 
 
+# FlashAttention 4 is the package flash-attn-4 (CuTe DSL, sm_90 and newer; source:
+# flash_attn/cute/interface.py). Custom operators hide it from torch.compile.
 @cache
 def kernels() -> Any | None:
-    """The flash-attn-4 interface module; None if it is missing or cannot be imported."""
+    """Import flash-attn-4's interface; None if it is missing or does not import."""
     # The compiler warns once per argument that it passes through.
     warnings.filterwarnings(
         "ignore", message="Argument .* cannot be converted to a JitArgument", category=UserWarning
@@ -361,23 +325,20 @@ def flash4(
     scale: float | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Causal attention within each sequence of a packed row.
+    """Causal attention within each sequence of a packed row, by FlashAttention 4.
 
     Args:
         query: [N, heads, head_dim] in half precision; key: [N, kv_heads, head_dim]; value: [N,
             kv_heads, value_dim].
-        starts: [sequences + 1] int32, where each sequence begins and the last one ends.
-        longest: at least the tokens of the longest sequence.
-        window: tokens that each position attends to, itself included; None: all before it.
+        starts: [S + 1] int32, first position of each sequence, then N.
+        window: tokens that each position attends to, itself included.
 
     Returns:
         [N, heads, value_dim].
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    out, _ = _flash4_forward(
-        query, key, value, starts, longest, scale, -1 if window is None else window - 1
-    )
-    return out
+    left = -1 if window is None else window - 1
+    return _flash4_forward(query, key, value, starts, longest, scale, left)[0]
 
 
 def _flash4_arguments(
@@ -415,9 +376,8 @@ def _flash4_forward(
 @_flash4_forward.register_fake
 def _(query, key, value, *_):  # type: ignore[no-untyped-def]
     tokens, heads, _ = query.shape
-    return query.new_empty(tokens, heads, value.shape[-1]), query.new_empty(
-        heads, tokens, dtype=torch.float32
-    )
+    sums = query.new_empty(heads, tokens, dtype=torch.float32)
+    return query.new_empty(tokens, heads, value.shape[-1]), sums
 
 
 @torch.library.custom_op("atropos::flash4_backward", mutates_args=())
@@ -433,22 +393,12 @@ def _flash4_backward(
     scale: float,
     left: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    to_query, to_key, to_value = (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)
-    )
-    kernels()._flash_attn_bwd(  # type: ignore[union-attr]
-        query,
-        key,
-        value,
-        out,
-        to_out,
-        sums,
-        dq=to_query,
-        dk=to_key,
-        dv=to_value,
-        **_flash4_arguments(starts, longest, scale, left),
-    )
-    return to_query, to_key, to_value
+    inputs = (query, key, value)
+    found = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
+    more = _flash4_arguments(starts, longest, scale, left)
+    more |= zip(("dq", "dk", "dv"), found, strict=True)
+    kernels()._flash_attn_bwd(*inputs, out, to_out, sums, **more)  # type: ignore[union-attr]
+    return found[0], found[1], found[2]
 
 
 @_flash4_backward.register_fake

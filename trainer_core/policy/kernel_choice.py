@@ -1,8 +1,4 @@
-"""Choose the attention kernel of a model, and test it on the device.
-
-FlashAttention 4 is wrong for some head sizes (80: gradients off by 130 %, 4.0.0b18 on an H200), so
-each size is tested before use.
-"""
+"""Choose a model's attention kernel, and test FlashAttention 4 on the device."""
 
 from __future__ import annotations
 
@@ -26,19 +22,15 @@ from trainer_core.policy.attention import (
 from trainer_core.policy.sharding import compute_dtype
 
 BOUND = 0.01
-"""Limit of a kernel's relative error against float32; rounding to bfloat16 causes up to 0.0035."""
+"""Limit of the relative error against float32; bfloat16's rounding causes up to 0.0035."""
 # Tokens of the test sequences: below, across and above the kernels' tiles.
 _LENGTHS = (1, 7, 300, 64, 513)
 
 
 def use_attention(model: nn.Module, kernel: AttentionKernel) -> str:
-    """Set the attention kernel of `model` before its layers are compiled; return the kernel's name,
-    "sdpa" on a CPU and in float32.
+    """Set the attention kernel of `model` and return its name, "sdpa" on a CPU and in float32.
 
-    Args:
-        model: loaded with `register`'s implementation, on its device.
-        kernel: "auto" takes FlashAttention 4 if it is installed and correct for this model's heads
-            on this device.
+    Call it before layers are compiled.
 
     Raises:
         UsageError: `kernel` demands FlashAttention 4, which cannot be used.
@@ -68,30 +60,28 @@ def _why_not_flash4(model: nn.Module) -> str:
     if not all(isinstance(one, int) for one in heads):
         return "the model's configuration does not name its heads"
     dtype = compute_dtype(model)
+    # Some head sizes are wrong: 80 has gradients off by 130 % (4.0.0b18 on an H200).
     windows = [None, window] if window else [None]
     return next(filter(None, (wrong_kernels(device, dtype, *heads, one) for one in windows)), "")
 
 
 def _heads(model: nn.Module) -> tuple[tuple[Any, Any, Any, Any], int | None]:
-    """((query heads, key heads, key head size, value head size), sliding window) by the
-    configuration; None for a missing value."""
+    """((query heads, key heads, key size, value size), sliding window); None where not
+    configured."""
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
 
     def first_of(*names: str) -> Any:
-        return next(
-            (value for name in names if (value := getattr(config, name, None)) is not None), None
-        )
+        values = (getattr(config, name, None) for name in names)
+        return next((value for value in values if value is not None), None)
 
     heads, latent = first_of("num_attention_heads"), first_of("kv_lora_rank")  # MLA
-    hidden = first_of("hidden_size")
-    size = first_of("qk_head_dim", "head_dim") or (
-        hidden // heads if isinstance(heads, int) and hidden else None
-    )
+    size, hidden = first_of("qk_head_dim", "head_dim"), first_of("hidden_size")
+    if not size and isinstance(heads, int) and hidden:
+        size = hidden // heads
     # MLA expands its latent vector to keys for every query head.
     kv_heads = heads if latent else first_of("num_key_value_heads", "num_attention_heads")
-    return (heads, kv_heads, size, first_of("v_head_dim") if latent else size), first_of(
-        "sliding_window"
-    )
+    value_size = first_of("v_head_dim") if latent else size
+    return (heads, kv_heads, size, value_size), first_of("sliding_window")
 
 
 @cache
@@ -104,24 +94,17 @@ def wrong_kernels(
     value_size: int,
     window: int | None,
 ) -> str:
-    """Reason not to use FlashAttention 4 for this shape on `device`; empty if it is correct.
+    """Return why not to use FlashAttention 4 for this shape on `device`; empty if it is correct.
 
-    Compares output and gradients of five random sequences with full scores in float32. The first
-    call of a shape compiles its kernels, which takes some seconds; training needs that anyway.
+    Compares output and gradients of five random sequences with full scores in float32.
     """
     packing = layout(_LENGTHS, device, dtype)
-    generator = torch.Generator(device).manual_seed(0)
+    more = {"generator": torch.Generator(device).manual_seed(0), "device": device, "dtype": dtype}
+    shapes = ((heads, size), (kv_heads, size), (kv_heads, value_size), (heads, value_size))
     query, key, value, to_out = (
-        torch.randn(
-            sum(_LENGTHS), number, width, generator=generator, device=device, dtype=dtype
-        ).requires_grad_()
-        for number, width in (
-            (heads, size),
-            (kv_heads, size),
-            (kv_heads, value_size),
-            (heads, value_size),
-        )
+        torch.randn(sum(_LENGTHS), *shape, **more).requires_grad_() for shape in shapes
     )
+    # The first call of a shape compiles its kernels, some seconds that training needs anyway.
     try:
         out = flash4(query, key, value, packing.cumulative, max(_LENGTHS), window=window)
         found = out.detach(), *torch.autograd.grad(out, (query, key, value), to_out)
@@ -129,14 +112,11 @@ def wrong_kernels(
         return f"it does not run: {type(error).__name__}: {str(error)[:200]}"
     wide = [x.detach().float().requires_grad_() for x in (query, key, value)]
     # The kernel takes [N, heads, size], `one_by_one` takes [heads, N, size].
-    out = one_by_one(*(x.transpose(0, 1) for x in wide), packing, heads // kv_heads, window=window)[
-        0
-    ]
+    across = (x.transpose(0, 1) for x in wide)
+    out = one_by_one(*across, packing, heads // kv_heads, window=window)[0]
     exact = out.detach(), *torch.autograd.grad(out, wide, to_out.float())
-    far = max(
-        float((mine.float() - theirs).norm() / theirs.norm())
-        for mine, theirs in zip(found, exact, strict=True)
-    )
+    pairs = zip(found, exact, strict=True)
+    far = max(float((ours.float() - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
     # Written so that NaN counts as wrong.
     if not far < BOUND:
         return f"results for heads of size {size} are wrong, relative error {far:.2g}"

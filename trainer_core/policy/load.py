@@ -1,9 +1,4 @@
-"""The policy as a transformers model whose parameters may be views of another process's tensors.
-
-The model is built without memory. Then every parameter becomes a view of a server tensor, matched
-by checkpoint name: the server reports where it loaded each checkpoint tensor, and transformers
-reports where each belongs in its parameters. Anything that cannot be mapped is refused with a list.
-"""
+"""The policy as a transformers model, in memory of its own or as views of a server's tensors."""
 
 from __future__ import annotations
 
@@ -12,11 +7,13 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from atropos_common.broadcast.group import first_line
 from atropos_common.models.model_math import OWN_ATTENTION, Dimensions, method_of, why_refused
@@ -24,9 +21,6 @@ from atropos_common.protocol.manifest import Shard, TensorView
 from atropos_common.protocol.strided import Box, joined
 from trainer_core.errors import UsageError
 from trainer_core.policy.attention import register
-from trainer_core.policy.checkpoint_layout import Spot, checkpoint_layout
-from trainer_core.policy.tensor_parallel import parallel_of
-from trainer_core.ranks.world import ALONE, World
 
 SAME_MODEL = (
     "architectures",
@@ -49,11 +43,7 @@ _LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 
 
 def load_config(model_name: str, *, frozen: bool = False, shared: bool = False) -> Any:
-    """Load the model's configuration through transformers, without its quantization settings:
-    quantized weights are dequantized when read.
-
-    Args:
-        frozen, shared: as in `why_refused`.
+    """Load the model's configuration, without its quantization settings.
 
     Raises:
         UsageError: there is no such model, or `why_refused` refuses it.
@@ -72,15 +62,15 @@ def load_config(model_name: str, *, frozen: bool = False, shared: bool = False) 
 
 
 def _plain(config: Any) -> Any:
-    """Drop the quantization settings of `config` in place."""
+    # Weights are dequantized when they are read.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
 
 
 def dtype_of(config: Any, wanted: str) -> torch.dtype:
-    """Dtype of the weights to load. `auto` is the checkpoint's own dtype, with bfloat16 for a
-    float32 checkpoint, as in vLLM."""
+    """Return the dtype to load; `auto` is the checkpoint's, but bfloat16 for float32, as in
+    vLLM."""
     if wanted != "auto":
         named: torch.dtype = getattr(torch, wanted)
         return named
@@ -88,8 +78,7 @@ def dtype_of(config: Any, wanted: str) -> torch.dtype:
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Fields of `SAME_MODEL` in which two config.json differ, as text; a field missing on one side
-    is ignored."""
+    """Describe the fields of `SAME_MODEL` that differ; a field missing on one side is ignored."""
     pairs = ((name, ours.get(name), theirs.get(name)) for name in SAME_MODEL)
     return [
         f"{name} {mine} here, {other} on the server"
@@ -99,10 +88,9 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
 
 
 def empty_model(config: Any, dtype: torch.dtype) -> nn.Module:
-    """Build the model with packed attention, in evaluation mode (no dropout).
+    """Build the model on the meta device, with packed attention and without dropout.
 
-    Parameters have no memory (meta device). Buffers, such as rotary frequencies, have transformers'
-    values, on the CPU.
+    Buffers, such as rotary frequencies, have transformers' values, on the CPU.
     """
     from transformers import AutoModelForCausalLM
 
@@ -115,11 +103,7 @@ def empty_model(config: Any, dtype: torch.dtype) -> nn.Module:
 
 @contextmanager
 def _packed_attention(config: Any) -> Iterator[None]:
-    """Refuse classes of transformers that choose attention from a table of their own.
-
-    Raises:
-        UsageError: the model has such a class.
-    """
+    """Refuse model classes that choose attention from a table of their own."""
     try:
         yield
     except KeyError as error:
@@ -133,7 +117,7 @@ def _packed_attention(config: Any) -> Iterator[None]:
 
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Create parameters on the meta device while the block runs, in the whole process."""
+    """Create parameters on the meta device meanwhile, in the whole process."""
     # Constructors write initial values after registration, so a parameter gives up its memory
     # untouched.
     register_parameter = nn.Module.register_parameter
@@ -154,7 +138,7 @@ def load_model(model_name: str | Path, dtype: torch.dtype, device: torch.device)
     """Load the model into its own memory; quantized weights are dequantized.
 
     Raises:
-        UsageError: the package that dequantizes is missing, or it cannot read the weights.
+        UsageError: the quantized weights cannot be read.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -184,19 +168,12 @@ def _dequantized(model_name: str | Path, method: str, config: Any, dtype: torch.
         "compressed-tensors": "CompressedTensorsConfig",
     }
     how = getattr(transformers, kind[method])(dequantize=True) if method in kind else None
-    more = {"quantization_config": how} if how is not None else {}
+    more: dict[str, Any] = {} if how is None else {"quantization_config": how}
+    more |= {"dtype": dtype, "trust_remote_code": False, "device_map": "cpu"}
     try:
-        with warnings.catch_warnings(
-            action="ignore", category=UserWarning
-        ):  # `how` overrides the config
-            read = AutoModelForCausalLM.from_pretrained(
-                model_name,
-                config=config,
-                dtype=dtype,
-                trust_remote_code=False,
-                device_map="cpu",
-                **more,
-            )
+        # transformers warns that `how` overrides the configuration.
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            read = AutoModelForCausalLM.from_pretrained(model_name, config=config, **more)
         weights = (read if how is not None else read.dequantize(dtype)).state_dict()
     except (ImportError, ValueError, RuntimeError, KeyError) as error:
         raise UsageError(
@@ -214,9 +191,8 @@ def _dequantized(model_name: str | Path, method: str, config: Any, dtype: torch.
 
 
 def _windows_as_served(model: nn.Module) -> nn.Module:
-    """Widen Cohere 2's windows by one token. The model was trained with `sliding_window` tokens
-    before the current one, and vLLM serves it so (`models/commandr.py`); transformers counts the
-    current token."""
+    # Cohere 2 was trained with `sliding_window` tokens before the current one, and vLLM serves it
+    # so (models/commandr.py). transformers counts the current token.
     if model.config.model_type == "cohere2":
         for module in model.modules():
             if getattr(module, "sliding_window", None) is not None:
@@ -227,41 +203,26 @@ def _windows_as_served(model: nn.Module) -> nn.Module:
 def attach_views(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], shard: Shard, *, verbose: bool = False
 ) -> int:
-    """Make every parameter of `model`, or this rank's part of it, a trainable view of the server's
-    `tensors`; return their number.
+    """Make each parameter, or this rank's part, a trainable view of `tensors`; return their number.
 
     Args:
         model: from `empty_model`.
-        tensors: the server's parameters by the server's names.
+        tensors: the server's, by its own names.
         shard: the server's description of them.
-        verbose: print the place of each parameter.
 
     Raises:
-        UsageError: a parameter without a tensor, a tensor without a parameter, or an incompatible
-            memory layout; lists all.
+        UsageError: the tensors do not fit; lists every misfit.
     """
     wanted = dict(model.named_parameters())
+    # The server reports where it loaded each checkpoint tensor, transformers where each belongs.
     parts: defaultdict[str, list[tuple[Spot, TensorView]]] = defaultdict(list)
     problems = []
     for name, spot in checkpoint_layout(model).items():
         view = shard.views.get(name)
-        if spot is None:
-            problems.append(
-                f"{name}: transformers computes it from its parameters, so it cannot be shared"
-            )
-        elif spot.parameter not in wanted:
-            problems.append(f"{name}: it is a buffer, and the server shares only parameters")
-        elif view is None:
-            problems.append(f"{name}: missing on the server")
-        elif tuple(view.whole or view.shape) != spot.shape:
-            problems.append(
-                f"{name}: {list(spot.shape)} does not fit the server's {view.whole or view.shape}"
-            )
-        elif view.begin is not None and spot.shape != tuple(wanted[spot.parameter].shape):
-            problems.append(
-                f"{name}: it is split over ranks, and is only a part of {spot.parameter}"
-            )
+        if problem := _misfit(spot, view, wanted):
+            problems.append(f"{name}: {problem}")
         else:
+            assert spot is not None and view is not None
             parts[spot.parameter].append((spot, view))
     # Several checkpoint tensors, such as experts or q, k and v, may form one parameter.
     views: dict[str, torch.Tensor] = {}
@@ -274,31 +235,41 @@ def attach_views(
         boxes = [Box(s.shape, s.stride, s.offset, tuple(v.stride), v.offset) for s, v in pairs]
         place = joined(shape, boxes) if part is None else (part.offset, tuple(part.stride))
         if len(sources) > 1 or place is None:
+            where = ", ".join(sources)
             problems.append(
-                f"{name}: no view covers its {len(pairs)} parts in the server's "
-                f"{', '.join(sources)}"
+                f"{name}: no view covers its {len(pairs)} parts in the server's {where}"
             )
             continue
         tensor = tensors[sources.pop()]
         views[name] = tensor.as_strided(shape, place[1], tensor.storage_offset() + place[0])
         if verbose:
-            print(
-                f"  {name} {list(shape)} <- {pairs[0][1].parameter} from element {place[0]}, "
-                f"stride {list(place[1])}"
-            )
+            begin = f"{pairs[0][1].parameter} from element {place[0]}"
+            print(f"  {name} {list(shape)} <- {begin}, stride {list(place[1])}")
     unused = set(tensors) - {view.parameter for pairs in parts.values() for _, view in pairs}
     problems += [
         f"{name}: a tensor of the server that this model does not have" for name in sorted(unused)
     ]
     print(f"Mapped {len(views)}/{len(wanted)} params")
     if problems:
-        raise UsageError(
-            "the server's tensors do not fit the model:\n  "
-            + "\n  ".join(problems)
-            + f"\n{ANOTHER_MODE}"
-        )
+        listed = "\n  ".join(problems)
+        raise UsageError(f"the server's tensors do not fit the model:\n  {listed}\n{ANOTHER_MODE}")
     _install(model, views)
     return len(views)
+
+
+def _misfit(spot: Spot | None, view: TensorView | None, wanted: Mapping[str, nn.Parameter]) -> str:
+    """Return why a parameter cannot be the server's tensor; empty if it can."""
+    if spot is None:
+        return "transformers computes it from its parameters, so it cannot be shared"
+    if spot.parameter not in wanted:
+        return "it is a buffer, and the server shares only parameters"
+    if view is None:
+        return "missing on the server"
+    if tuple(view.whole or view.shape) != spot.shape:
+        return f"{list(spot.shape)} does not fit the server's {view.whole or view.shape}"
+    if view.begin is not None and spot.shape != tuple(wanted[spot.parameter].shape):
+        return f"it is split over ranks, and is only a part of {spot.parameter}"
+    return ""
 
 
 def _install(model: nn.Module, views: Mapping[str, torch.Tensor]) -> None:
@@ -308,82 +279,119 @@ def _install(model: nn.Module, views: Mapping[str, torch.Tensor]) -> None:
     # `setattr` broke the tie between embeddings and head.
     if model.config.tie_word_embeddings:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
-    left = [name for name, param in model.named_parameters() if param.is_meta]
-    if left:
+    if left := [name for name, param in model.named_parameters() if param.is_meta]:
         raise UsageError("no server tensor for parameters: " + ", ".join(left))
     model.to(next(iter(views.values())).device)  # moves the buffers only
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The model's decoder layers, under any attribute name."""
     return next(
         module for module in model.base_model.modules() if isinstance(module, nn.ModuleList)
     )
 
 
 def train_only(model: nn.Module, layers: list[int] | None) -> None:
-    """Freeze everything except the given transformer layers; None trains all.
+    """Freeze everything except the given layers; None trains all.
 
     Raises:
-        UsageError: the model has no layer of that index.
+        UsageError: the model has no such layer.
     """
     if layers is None:
         return
     count = model.config.num_hidden_layers
-    wrong = [i for i in layers if i >= count]
-    if wrong:
+    if wrong := [i for i in layers if i >= count]:
         raise UsageError(f"--train-layer-indices {wrong}: the model has layers 0-{count - 1}")
     for name, param in model.named_parameters():
         match = _LAYER.search(name)
         param.requires_grad_(match is not None and int(match[1]) in layers)
 
 
-@torch.no_grad()
-def copy_weights(model: nn.Module, source: str | Path, world: World = ALONE) -> None:
-    """Overwrite the model's parameters in place, or this rank's parts, from a directory or hub id,
-    which only rank 0 reads. A collective.
-
-    Raises:
-        UsageError: the weights belong to another model.
-    """
-    parallel = parallel_of(model)
-    ours = dict(model.named_parameters())
-    shapes = {
-        name: ours[name].shape if parallel is None else torch.Size(parallel.part(name).whole)
-        for name in ours
-    }
-
-    def read() -> dict[str, torch.Tensor]:
-        loaded = load_model(source, next(iter(ours.values())).dtype, torch.device("cpu"))
-        theirs = {name: param.detach() for name, param in loaded.named_parameters()}
-        odd = sorted(theirs.keys() ^ ours.keys()) or [
-            name for name in ours if theirs[name].shape != shapes[name]
-        ]
-        if odd:
-            raise UsageError(f"{source} holds another model: {', '.join(odd[:5])}")
-        return theirs
-
-    wholes = world.first(read)
-    if parallel is not None:
-        parallel.fill(wholes)
-        return
-    for name, param in ours.items():
-        param.copy_(wholes[name])
-
-
 def end_tokens(model: nn.Module) -> frozenset[int]:
-    """Token ids that end a completion, from the generation settings or the configuration; empty if
-    neither has them."""
+    """Return the token ids that end a completion; empty if the model names none."""
     settings = getattr(model, "generation_config", None)
     given = getattr(settings, "eos_token_id", None) or model.config.eos_token_id
     return frozenset([given] if isinstance(given, int) else given or [])
 
 
 def dimensions(model: nn.Module) -> Dimensions:
-    """Sizes for estimates of memory and arithmetic."""
     config = model.config.to_dict() | {"num_hidden_layers": len(decoder_layers(model))}
     # `to_dict` has class-specific names; these attributes exist under their common names.
     config |= {name: getattr(model.config, name) for name in ("hidden_size", "vocab_size")}
     return Dimensions.of(
         config, head_norms=any("q_norm" in name for name, _ in model.named_modules())
     )
+
+
+@dataclass(frozen=True)
+class Spot:
+    """View of a parameter; offset and stride in elements."""
+
+    parameter: str
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class _StillViews(TorchDispatchMode):  # type: ignore[misc]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A clone would lose the link to its parameter; return a view instead.
+        if func is torch.ops.aten.clone.default:
+            return args[0].detach()
+        return func(*args, **(kwargs or {}))
+
+
+def checkpoint_layout(model: torch.nn.Module) -> dict[str, Spot | None]:
+    """Map each checkpoint name to its place in the parameters and persistent buffers.
+
+    A tied tensor appears once. None: transformers computes the tensor when it saves.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    # transformers renames some tensors and stacks experts into one parameter. Its own reverse
+    # conversion, run on meta tensors, returns views of the parameters.
+    empty = {
+        name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        for name, tensor in _tensors(model).items()
+    }
+    # A view shares the storage of its parameter, so the storage's address identifies the parameter.
+    owners = {tensor.untyped_storage()._cdata: name for name, tensor in empty.items()}
+    with _StillViews():
+        converted = revert_weight_conversion(model, dict(empty))
+
+    def spot_of(tensor: torch.Tensor) -> Spot | None:
+        owner = owners.get(tensor.untyped_storage()._cdata)
+        shape = tuple(tensor.shape)
+        return Spot(owner, tensor.storage_offset(), shape, tensor.stride()) if owner else None
+
+    return {name: spot_of(tensor) for name, tensor in converted.items()}
+
+
+def checkpoint_tensors(
+    model: torch.nn.Module, parameters: dict[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint: views, except those that transformers computes.
+
+    `parameters` replace the model's own.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    tensors = _tensors(model) | (parameters or {})
+    layout = checkpoint_layout(model)
+    if not all(layout.values()):
+        # Some tensor is computed on saving, so let transformers convert real values.
+        return dict(revert_weight_conversion(model, tensors))
+    return {name: view_of(tensors[spot.parameter], spot) for name, spot in layout.items() if spot}
+
+
+def view_of(tensor: torch.Tensor, spot: Spot) -> torch.Tensor:
+    """Return the view `spot` of a parameter that is contiguous, unless `spot` covers it all."""
+    if spot.shape == tensor.shape:
+        return tensor
+    return tensor.as_strided(spot.shape, spot.stride, tensor.storage_offset() + spot.offset)
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    # A state dict leaves out non-persistent buffers, such as rotary frequencies.
+    kept = model.state_dict()
+    return parameters | {name: buffer for name, buffer in model.named_buffers() if name in kept}

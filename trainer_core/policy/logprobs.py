@@ -21,15 +21,14 @@ from trainer_core.ranks.context_parallel import Context, RowPart, context_of
 from trainer_core.rollouts.packing import PackedRow, packed_experts
 
 EXPERTS = "replayed_experts"
-"""Keyword that passes a row's replayed experts, [N, sparse layers, K], to the model's layers."""
+"""Keyword that passes a row's replayed experts, [N, sparse layers, K], to the layers."""
 
 
 class TokenScores(NamedTuple):
-    """The policy's scores at T positions, each at its own temperature, in nats."""
+    """Scores at T positions, each at its own temperature, in nats."""
 
     logprobs: torch.Tensor
-    """[T] float32 of the labels, with gradient; [T, K] if the caller passes K labels per
-    position."""
+    """[T] float32 with gradient; [T, K] for K labels a position."""
     entropy: torch.Tensor
     """[T] float32 of the whole distribution, without gradient."""
 
@@ -37,8 +36,7 @@ class TokenScores(NamedTuple):
 def row_logprobs(
     model: torch.nn.Module, row: PackedRow, *, head_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Logprobs of the labels of `row`, [T] float32, in nats, at each token's temperature; arguments
-    as in `row_scores`."""
+    """Return the logprobs of `row_scores`."""
     return row_scores(model, row, head_dtype=head_dtype).logprobs
 
 
@@ -53,43 +51,24 @@ def row_scores(
     """Compute logprobs of the labels of `row`, and the entropy at those positions.
 
     Args:
-        model: a causal language model of transformers with the packed attention.
-        row: on the model's device.
-        head_dtype: dtype of the head's product; default: `head_type`.
-        labels: [T, K] int64, several labels per position instead of the row's own; logprobs are
-            then [T, K].
-        routing: list that receives the router logits of a mixture of experts, [N, experts] for each
-            sparse layer, with gradient.
+        head_dtype: of the logits; default: `head_type`.
+        labels: [T, K] int64 instead of the row's own.
+        routing: receives router logits with gradient, [N, experts] for each sparse layer.
     """
     labels, context = row.labels if labels is None else labels, context_of(model)
-    if context is not None:
-        return gathered(
-            model, lambda: _shared_scores(model, row, head_dtype, labels, routing, context)
-        )
 
     def compute() -> TokenScores:
-        return _head_scores(
-            model, _predicting_states(model, row, routing), labels, row.temperatures, head_dtype
-        )
+        if context is None:
+            hidden = _predicting_states(model, row, routing)
+            return _head_scores(model, hidden, labels, row.temperatures, head_dtype)
+        # This rank computes a part of the row, and receives the scores of the others.
+        part = context.part(row)
+        hidden = _part_states(model, part, len(row.tokens), routing, context)
+        temperatures = row.temperatures[part.labels]
+        own = _head_scores(model, hidden, labels[part.labels], temperatures, head_dtype)
+        return TokenScores(*(context.whole(each, part.labels, len(labels)) for each in own))
 
     return gathered(model, compute)
-
-
-def _shared_scores(
-    model: torch.nn.Module,
-    row: PackedRow,
-    head_dtype: torch.dtype | None,
-    labels: torch.Tensor,
-    routing: list[torch.Tensor] | None,
-    context: Context,
-) -> TokenScores:
-    """Scores of the whole row, of which this rank computes a part."""
-    part = context.part(row)
-    hidden = _part_states(model, part, len(row.tokens), routing, context)
-    own = _head_scores(
-        model, hidden, labels[part.labels], row.temperatures[part.labels], head_dtype
-    )
-    return TokenScores(*(context.whole(each, part.labels, len(labels)) for each in own))
 
 
 def head_scores(
@@ -100,7 +79,7 @@ def head_scores(
     *,
     head_dtype: torch.dtype | None = None,
 ) -> TokenScores:
-    """Score labels from the hidden states that predict them, [T, H], as `row_scores` does."""
+    """Score labels from the states that predict them, [T, H], as `row_scores` does."""
     return gathered(model, lambda: _head_scores(model, hidden, labels, temperatures, head_dtype))
 
 
@@ -114,7 +93,8 @@ def _head_scores(
     head = model.get_output_embeddings()
     weight, bias = head.weight, getattr(head, "bias", None)
     head_dtype = head_dtype or head_type(model)
-    # A float32 head over half-precision inputs needs no float32 copy of the weight: see `wide`.
+    # A float32 head needs no float32 copy of a half-precision weight: with `wide` the products,
+    # which are exact, are summed in float32 and not rounded.
     half = weight.dtype in (torch.bfloat16, torch.float16) and hidden.dtype == weight.dtype
     wide = half and head_dtype == torch.float32
     if not wide:
@@ -134,20 +114,19 @@ def _head_scores(
 
 
 def head_type(model: torch.nn.Module) -> torch.dtype:
-    """Dtype of the model's logits: set by `use_head`, else the head's own."""
+    """Return the dtype of the logits: set by `use_head`, else the head's own."""
     found: torch.dtype = getattr(model, "logits_dtype", compute_dtype(model))
     return found
 
 
 def use_head(model: torch.nn.Module, head_dtype: str) -> None:
-    """Compute all later logits of `model` in `head_dtype`: "model" (the head's own) or
-    "float32"."""
+    """Set the dtype of later logits: "model" (the head's own) or "float32"."""
     if head_dtype == "float32":
         model.logits_dtype = torch.float32
 
 
 def predicting_states(model: torch.nn.Module, row: PackedRow) -> torch.Tensor:
-    """Hidden states that predict the labels of `row`, [T, H]: the input of the head."""
+    """Return the input of the head for the labels of `row`, [T, H]."""
     context = context_of(model)
     if context is None:
         return gathered(model, lambda: _predicting_states(model, row, None))
@@ -163,8 +142,6 @@ def _part_states(
     routing: list[torch.Tensor] | None,
     context: Context,
 ) -> torch.Tensor:
-    """Hidden states that predict this part's labels; `count` is the number of tokens of the whole
-    row."""
     own_routing: list[torch.Tensor] | None = None if routing is None else []
     hidden = _states(
         model, part.tokens, part.positions, part.lengths, own_routing, part.experts, context
@@ -181,7 +158,6 @@ def _part_states(
 def _predicting_states(
     model: torch.nn.Module, row: PackedRow, routing: list[torch.Tensor] | None
 ) -> torch.Tensor:
-    """Hidden states that predict the row's labels, [T, H]."""
     # A recurrent state (Mamba, linear attention) would leak into the next sequence of the row.
     apart = len(row.lengths) > 1 and carries_state(vars(model.config))
     parts = [(n,) for n in row.lengths] if apart else [row.lengths]
@@ -204,7 +180,6 @@ def _states(
     experts: torch.Tensor | None,
     context: Context | None = None,
 ) -> torch.Tensor:
-    """[N, H] of the tokens on this rank, sequence after sequence."""
     output = model.base_model(
         input_ids=tokens[None],
         position_ids=positions[None],
@@ -215,7 +190,7 @@ def _states(
     )
     if routing is not None:
         routing += output.router_logits
-    states: torch.Tensor = output.last_hidden_state[0]
+    states: torch.Tensor = output.last_hidden_state[0]  # [N, H], sequence after sequence
     return states
 
 
@@ -223,7 +198,7 @@ def _states(
 def sequence_logprobs(
     model: torch.nn.Module, prompt: list[int], completion: list[int]
 ) -> list[float]:
-    """Logprobs of each token of `completion` after `prompt`, in nats, at temperature 1."""
+    """Logprobs of each token of `completion`, in nats, at temperature 1."""
     return completions_logprobs(model, [(prompt, completion)])[0]
 
 
@@ -235,29 +210,20 @@ def completions_logprobs(
     head_dtype: torch.dtype | None = None,
     experts: Sequence[NDArray[np.int16] | None] | None = None,
 ) -> list[list[float]]:
-    """Logprobs as in `sequence_logprobs` for several (prompt, completion) pairs, packed into one
-    row; `head_dtype` as in `row_logprobs`.
-
-    Args:
-        experts: chosen experts of each pair's tokens, as `Rollout.experts`.
-    """
-    row = whole_row(
-        [torch.tensor([*prompt, *completion]) for prompt, completion in pairs],
-        [len(p) for p, _ in pairs],
-    )
+    """`sequence_logprobs` of several (prompt, completion) pairs; `experts` as in `Rollout`."""
+    sequences = [torch.tensor([*prompt, *completion]) for prompt, completion in pairs]
+    row = whole_row(sequences, [len(prompt) for prompt, _ in pairs])
     if experts is not None:
-        lengths = [len(prompt) + len(completion) for prompt, completion in pairs]
-        row = replace(row, experts=packed_experts(list(experts), lengths))
-    values = row_logprobs(
-        model, row.to(next(model.parameters()).device), head_dtype=head_dtype
-    ).tolist()
+        row = replace(row, experts=packed_experts(list(experts), list(row.lengths)))
+    row = row.to(next(model.parameters()).device)
+    values = row_logprobs(model, row, head_dtype=head_dtype).tolist()
     ends = [0, *accumulate(len(completion) for _, completion in pairs)]
     return [values[a:b] for a, b in pairwise(ends)]
 
 
 def whole_row(sequences: list[torch.Tensor], prompts: list[int] | None = None) -> PackedRow:
-    """Pack sequences, each [N] int64, into a row at temperature 1. Labels are the tokens after the
-    prompt; without prompt lengths, all tokens but the first."""
+    """Pack sequences, each [N] int64, at temperature 1; labels follow the prompts (default: 1
+    token)."""
     prompts = prompts or [1] * len(sequences)
     starts = [0, *accumulate(map(len, sequences))]
     parts = zip(starts, prompts, sequences, strict=False)
@@ -280,15 +246,13 @@ def whole_row(sequences: list[torch.Tensor], prompts: list[int] | None = None) -
 
 
 class LogitTransform(NamedTuple):
-    """A model's transformation of its logits after the head: cap * tanh(scale * logits / cap)."""
+    """A model's change of its logits: cap * tanh(scale * logits / cap)."""
 
     scale: float = 1.0
     cap: float | None = None
-    """Soft-capping (Gemma 2); None: none."""
 
 
 def logit_transform(config: Any) -> LogitTransform:
-    """Read the transformation of the logits from a model's configuration."""
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
     scale *= getattr(config, "lm_head_multiplier", None) or 1.0  # Falcon-H1
     scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
@@ -308,21 +272,16 @@ def chunked_scores(
     keep: bool = False,
     vocabulary: Vocabulary | None = None,
 ) -> TokenScores:
-    """Return log p[label] and -sum p log p of p = softmax(transform(logits) / temperature),
-    logits = hidden @ weight.T + bias; float32 (float64 for float64 weights).
+    """Return log p[label] and -sum p log p of p = softmax(transform(logits) / temperature).
+
+    The logits are hidden @ weight.T + bias. Scores are float32, or float64 for float64 weights.
 
     Args:
-        hidden: [T, H]; weight: [V, H]; bias: [V] or None; labels: [T] int64, or [T, K];
-            temperatures: [T] float32.
-        chunk_elements: largest number of logits in memory at once; the backward pass recomputes
-            them.
-        wide: keep logits of half-precision states and weights in float32, in which their products
-            are summed, without rounding. The result equals a float32 head, because products of
-            half-precision numbers are exact, at the cost of a half-precision one.
-        keep: keep the logits until the backward pass: a quarter fewer products, T * V logits more
-            memory.
-        vocabulary: this rank's rows of weight and bias, if other ranks have the rest; every rank
-            returns the same scores.
+        hidden: [T, H]; weight: [V, H]; bias: [V]; labels: [T] or [T, K] int64; temperatures: [T].
+        chunk_elements: largest number of logits in memory at once.
+        wide: do not round the logits of half-precision states and weights.
+        keep: keep the logits until the backward pass instead of computing them again.
+        vocabulary: this rank's rows of weight and bias; every rank returns the same scores.
     """
     keep = keep and torch.is_grad_enabled()
     limit = chunk_elements or LOGITS_AT_ONCE[hidden.is_cuda] << keep  # a GPU takes larger chunks
@@ -334,29 +293,13 @@ def chunked_scores(
     # cap * tanh(scale * x / cap) / t = c * tanh(x / c) / (t / scale) with c = cap / scale: one
     # number fewer to pass on.
     cap = None if transform.cap is None else transform.cap / transform.scale
-    values = _HeadScores.apply(
-        hidden,
-        weight,
-        bias,
-        labels,
-        temperatures / transform.scale,
-        size,
-        cap,
-        wide,
-        keep,
-        vocabulary,
-    )
-    return TokenScores(*values)
+    temperatures = temperatures / transform.scale
+    more = (size, cap, wide, keep, vocabulary)
+    return TokenScores(*_HeadScores.apply(hidden, weight, bias, labels, temperatures, *more))
 
 
 class _HeadScores(torch.autograd.Function):
-    """Head and log-softmax, chunk by chunk in both directions, so full logits never exist.
-
-    The gradient of a logprob with respect to its logits is (one-hot - softmax) / temperature, so
-    the backward pass recomputes only the product with the head, or nothing if the logits are kept.
-    The head's gradient is summed in float32. If the vocabulary is split over ranks, each rank
-    computes its own logits; ranks exchange maxima, then sums.
-    """
+    """Head and log-softmax, chunk by chunk in both directions, so full logits never exist."""
 
     @staticmethod
     def forward(
@@ -383,9 +326,8 @@ class _HeadScores(torch.autograd.Function):
                 ctx.kept.append(logits)
         # No labels: concatenation needs at least one tensor.
         if not parts:
-            nothing = temperatures.new_zeros(
-                0, dtype=torch.promote_types(weight.dtype, torch.float32)
-            )
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            nothing = temperatures.new_zeros(0, dtype=dtype)
             parts = [(nothing.new_zeros(labels.shape), nothing, nothing)]
         logprobs, normalizers, entropy = map(torch.cat, zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, bias, labels, temperatures, normalizers)
@@ -397,51 +339,37 @@ class _HeadScores(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, labels, temperatures, normalizers = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        # The head's gradient is summed over chunks in float32.
         wide = torch.promote_types(weight.dtype, torch.float32)
         to_hidden = torch.empty_like(hidden) if wants_hidden else None
         to_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
         to_bias = torch.zeros_like(bias, dtype=wide) if wants_bias else None
         for a in range(0, len(labels), ctx.size):
             part = slice(a, a + ctx.size)
-            # Frees each chunk of kept logits after its use.
+            # The gradient of a logprob is (one-hot - softmax) / temperature, so only the product
+            # with the head is computed again. `pop` frees each chunk of kept logits after its use.
             logits = ctx.kept.pop(0) if ctx.kept else _logits(hidden[part], weight, bias, ctx.wide)
             to_logits = logits.to(weight.dtype)
             if logits.shape[1]:
-                to_logits = _spread(
-                    logits,
-                    labels[part],
-                    temperatures[part],
-                    normalizers[part],
-                    grads[0][part],
-                    ctx.cap,
-                    weight.dtype,
-                )
+                rows = (each[part] for each in (labels, temperatures, normalizers, grads[0]))
+                to_logits = _spread(logits, *rows, ctx.cap, weight.dtype)  # type: ignore[call-arg]
             if to_hidden is not None:
                 torch.mm(to_logits, weight, out=to_hidden[part])
             if to_weight is not None:
                 _add_product(to_weight, to_logits, hidden[part])
             if to_bias is not None:
                 to_bias += to_logits.sum(0, dtype=wide)
-        return (
-            to_hidden,
-            None if to_weight is None else to_weight.to(weight.dtype),
-            None if to_bias is None else to_bias.to(weight.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        to_head = (None if x is None else x.to(weight.dtype) for x in (to_weight, to_bias))
+        # The other seven arguments have no gradient.
+        return to_hidden, *to_head, *[None] * 7
 
 
 def _logits(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: bool
 ) -> torch.Tensor:
-    """hidden @ weight.T + bias; with `wide` in float32, the dtype of the products' sum."""
     if not wide:
         return F.linear(hidden, weight, bias)
+    # float32 is the dtype in which the products are summed anyway.
     if hidden.is_cuda:
         logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
     else:
@@ -450,7 +378,7 @@ def _logits(
 
 
 def _add_product(total: torch.Tensor, to_logits: torch.Tensor, hidden: torch.Tensor) -> None:
-    """total += to_logits.T @ hidden, summed in the dtype of `total`."""
+    """total += to_logits.T @ hidden."""
     if total.dtype == hidden.dtype:
         total.addmm_(to_logits.T, hidden)
     elif total.is_cuda:
@@ -463,7 +391,7 @@ def _add_product(total: torch.Tensor, to_logits: torch.Tensor, hidden: torch.Ten
 def _pick(
     logits: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, cap: float | None
 ) -> tuple[torch.Tensor, ...]:
-    """Return (logprobs in the labels' shape, log-normalizers [T], entropy [T]) in float32."""
+    """Return float32 logprobs in the labels' shape, log-normalizers [T] and entropy [T]."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scaled = (wide if cap is None else cap * torch.tanh(wide / cap)) / temperatures[:, None]
     largest = scaled.amax(1)
@@ -479,8 +407,7 @@ def _pick(
 def _pick_own(
     logits: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor, cap: float | None
 ) -> tuple[torch.Tensor, ...]:
-    """`_pick` with the vocabulary split over ranks. Labels count from this rank's first row, so
-    those of other ranks are out of range."""
+    """`_pick` with the vocabulary split over ranks; labels count from this rank's first row."""
     labels_of = labels.view(len(labels), -1)
     if logits.shape[1]:
         scaled, largest = _scaled(logits, temperatures, cap)
@@ -500,8 +427,7 @@ def _pick_own(
 def _scaled(
     logits: torch.Tensor, temperatures: torch.Tensor, cap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits after cap and temperature, [T, V] in float32, and their maximum at each position,
-    [T]."""
+    """Return logits after cap and temperature, [T, V] float32, and their maxima, [T]."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scaled = (wide if cap is None else cap * torch.tanh(wide / cap)) / temperatures[:, None]
     return scaled, scaled.amax(1)
@@ -509,15 +435,14 @@ def _scaled(
 
 @compiled_on_cuda
 def _own_sums(scaled: torch.Tensor, largest: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """[T, K + 2], to be summed over ranks: the labels' logits minus the maximum, [T, K]; the sum of
-    p; the sum of p times its logit. p is not normalized."""
+    """[T, K + 2] of this rank: label logits minus maximum, sum of unnormalized p, sum of p *
+    logit."""
     scaled = scaled - largest[:, None]
     here = (labels >= 0) & (labels < scaled.shape[1])
     own = torch.where(here, scaled.gather(1, labels.clamp(0, scaled.shape[1] - 1)), 0.0)
     weights = scaled.exp()
-    return torch.cat(
-        [own, weights.sum(1, keepdim=True), (weights * scaled).sum(1, keepdim=True)], dim=1
-    )
+    sums = [weights.sum(1, keepdim=True), (weights * scaled).sum(1, keepdim=True)]
+    return torch.cat([own, *sums], dim=1)
 
 
 @compiled_on_cuda
@@ -530,7 +455,7 @@ def _spread(
     cap: float | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Gradient of the logits, [T, V] in `dtype`, from the gradient of the logprobs."""
+    """Gradient of the logits, [T, V], from the gradient of the logprobs."""
     wide = logits.to(normalizers.dtype)
     bent = wide if cap is None else cap * torch.tanh(wide / cap)
     # p = exp(logit / temperature - log-normalizer): the softmax without another pass for its
@@ -539,9 +464,8 @@ def _spread(
     if labels.ndim == 2:
         here = (labels >= 0) & (labels < logits.shape[1])  # with other ranks' labels elsewhere
         own = torch.where(here, grads, 0.0)
-        result = (-share * grads.sum(1, keepdim=True)).scatter_add(
-            1, labels.clamp(0, logits.shape[1] - 1), own
-        )
+        result = -share * grads.sum(1, keepdim=True)
+        result = result.scatter_add(1, labels.clamp(0, logits.shape[1] - 1), own)
         result = result.div(temperatures[:, None])
     else:
         own = torch.arange(logits.shape[1], device=logits.device)[None, :] == labels[:, None]

@@ -1,9 +1,4 @@
-"""LoRA adapters on a transformers model: injected in place, saved in peft's format, which vLLM
-loads.
-
-Without peft's wrapper class the model keeps its interface for packed attention and the chunked
-head. Dropout is off: the ratio would compare two different masks.
-"""
+"""LoRA adapters, injected in place and saved in peft's format, which vLLM loads."""
 
 from __future__ import annotations
 
@@ -22,14 +17,13 @@ from trainer_core.policy.load import load_model
 
 TARGETS = ("q_proj", "v_proj")
 ALL_LINEAR = "all-linear"
-"""Stands for every linear layer except the head."""
+"""Every linear layer except the head."""
 _ADAPTER = "default"
-"""peft's name of the adapter in the model; saved names leave it out."""
+"""peft's name of the adapter; saved names omit it."""
 
 
 def add_adapter(model: nn.Module, config: TrainingConfig) -> int:
-    """Freeze `model` and add trainable float32 adapters that start without effect (B is 0); return
-    the number of their parameters.
+    """Freeze `model` and add trainable float32 adapters without effect; return their size.
 
     Raises:
         UsageError: the model lacks a target module or a layer.
@@ -42,8 +36,7 @@ def add_adapter(model: nn.Module, config: TrainingConfig) -> int:
         raise UsageError(f"--lora-layer-indices {wrong}: the model has layers 0-{count - 1}")
     if config.lora_dropout and "lora_dropout" in config.model_fields_set:
         print(
-            f"--lora-dropout {config.lora_dropout} is ignored: policy ratios between two "
-            f"dropout masks are noise"
+            f"--lora-dropout {config.lora_dropout} is ignored: two dropout masks make ratios noise"
         )
     # Freeze first: peft adds parameters that require a gradient.
     model.requires_grad_(False)
@@ -57,6 +50,7 @@ def add_adapter(model: nn.Module, config: TrainingConfig) -> int:
         use_rslora=config.lora_use_rslora,
         base_model_name_or_path=config.model_name,
     )
+    # Without peft's wrapper class the model keeps its interface for packed attention.
     inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
     model.peft_config = {_ADAPTER: settings}  # type: ignore[assignment]
     for parameter in model.parameters():
@@ -68,20 +62,18 @@ def add_adapter(model: nn.Module, config: TrainingConfig) -> int:
 
 
 def _targets(model: nn.Module, wanted: list[str]) -> list[str]:
-    """Target module names in the model. The head is excluded: its product is computed in chunks
-    from its weight."""
+    # Without the head: its product is computed in chunks from its weight.
     head = model.get_output_embeddings()
-    linear = (
-        name
+    names = {
+        name.rpartition(".")[2]
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head
-    )
-    names = {name.rpartition(".")[2] for name in linear}
+    }
     if not names:
         raise UsageError(
             f"adapters need linear layers, and {type(model).__name__} has none (GPT-2's are "
-            f"convolutions): train all "
-            "weights with --weight-bridge-mode broadcast, shared_vllm or none"
+            f"convolutions): train all weights with --weight-bridge-mode broadcast, shared_vllm "
+            f"or none"
         )
     if wanted == [ALL_LINEAR]:
         return sorted(names)
@@ -95,7 +87,7 @@ def _targets(model: nn.Module, wanted: list[str]) -> list[str]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Disable the model's adapters in all threads while the block runs."""
+    """Disable the adapters in all threads meanwhile."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
@@ -110,7 +102,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def adapter_values(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Give the model the adapter `values` in all threads while the block runs."""
+    """Give the adapters other values in all threads meanwhile."""
     mine = {name: parameter.detach() for name, parameter in adapter_parameters(model).items()}
     kept = {name: parameter.clone() for name, parameter in mine.items()}
     try:
@@ -123,7 +115,7 @@ def adapter_values(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iter
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trained parameters by the names under which peft saves them."""
+    """Trained parameters by the names under which peft saves them."""
     return {
         ADAPTER_PREFIX + name.replace(f".{_ADAPTER}.", "."): parameter
         for name, parameter in model.named_parameters()
@@ -132,7 +124,7 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The frozen parameters by their names in the model without adapters."""
+    """Frozen parameters by their names without adapters."""
     return {
         name.replace(".base_layer.", "."): parameter
         for name, parameter in model.named_parameters()
@@ -141,16 +133,12 @@ def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def merged_model(model: nn.Module, config: TrainingConfig, folder: Path) -> nn.Module:
-    """Load the base of `model` from disk on the CPU and let peft merge the adapter in `folder` into
-    it. Exact in float32; otherwise each weight is rounded once, to the base's dtype."""
+    """Load the base on the CPU and merge the adapter in `folder` into it."""
     from peft import PeftModel
 
     dtype = next(iter(base_parameters(model).values())).dtype
     if dtype != torch.float32:
-        print(
-            f"Merging the adapter in {dtype} rounds each weight once, so logprobs differ "
-            f"slightly from training"
-        )
+        print(f"Merging in {dtype} rounds each weight once, so logprobs differ slightly")
     base = load_model(config.model_name, dtype, torch.device("cpu"))
     merged: nn.Module = PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
     return merged
@@ -162,11 +150,8 @@ def write_adapter(
     dtype: torch.dtype | None = None,
     values: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write the two files of an adapter into `folder`, in `dtype`; default: as kept, in float32.
-
-    Args:
-        values: of an adapter with the model's shapes; default: the model's own.
-    """
+    """Write the adapter, or `values` in its place, into `folder`; default dtype: float32, as
+    kept."""
     from safetensors.torch import save_file
 
     tensors = {
@@ -180,14 +165,14 @@ def write_adapter(
 
 @torch.no_grad()
 def load_adapter(model: nn.Module, folder: Path) -> None:
-    """Overwrite the adapter's parameters with those in `folder`; raises as `read_adapter` does."""
+    """Overwrite the adapter with the one in `folder`; raises as `read_adapter` does."""
     values = read_adapter(model, folder)
     for name, parameter in adapter_parameters(model).items():
         parameter.copy_(values[name])
 
 
 def read_adapter(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
-    """Read an adapter with the model's shapes from `folder`, by the names of `adapter_parameters`.
+    """Read an adapter by the names of `adapter_parameters`.
 
     Raises:
         UsageError: the adapter has other modules, shapes or scale.
@@ -202,11 +187,10 @@ def read_adapter(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
         raise UsageError(f"{folder} has no readable adapter ({error})") from None
     mine = adapter_parameters(model)
     if odd := sorted(mine.keys() ^ saved.keys()):
+        targets = " ".join(sorted(settings.get("target_modules", [])))
         raise UsageError(
-            f"{folder} has an adapter for other modules "
-            f"({odd[0].removeprefix(ADAPTER_PREFIX)}): use its "
-            f"--lora-target-modules {' '.join(sorted(settings.get('target_modules', [])))} "
-            f"and --lora-layer-indices"
+            f"{folder} has an adapter for other modules ({odd[0].removeprefix(ADAPTER_PREFIX)}): "
+            f"use its --lora-target-modules {targets} and --lora-layer-indices"
         )
     for name, parameter in mine.items():
         if saved[name].shape != parameter.shape:
@@ -216,14 +200,10 @@ def read_adapter(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
                 f"--lora-r is {settings.get('r')})"
             )
     # Scale and rsLoRA change the effect of the same values.
-    ours = model.peft_config[_ADAPTER]  # type: ignore[index]
-    if settings.get("lora_alpha") != ours.lora_alpha:
-        raise UsageError(
-            f"{folder} was trained with --lora-alpha {settings.get('lora_alpha')}, not "
-            f"{ours.lora_alpha}"
-        )
+    ours, alpha = model.peft_config[_ADAPTER], settings.get("lora_alpha")  # type: ignore[index]
+    if alpha != ours.lora_alpha:
+        raise UsageError(f"{folder} was trained with --lora-alpha {alpha}, not {ours.lora_alpha}")
     if settings.get("use_rslora", False) != ours.use_rslora:
-        raise UsageError(
-            f"{folder} was trained with --lora-use-rslora {str(not ours.use_rslora).lower()}"
-        )
+        wanted = str(not ours.use_rslora).lower()
+        raise UsageError(f"{folder} was trained with --lora-use-rslora {wanted}")
     return dict(saved)

@@ -1,9 +1,7 @@
-"""Offloading to host memory: master weights and optimizer state between two steps, hidden states
-between forward and backward pass.
+"""Offload optimizer state between steps, and hidden states until the backward pass, to host memory.
 
-Copies run on CUDA streams of their own and overlap with computation. An offloaded tensor keeps its
-identity, shape and place in the optimizer; only its device storage is freed. On a CPU the same code
-runs without streams: it tests the bookkeeping and saves nothing.
+An offloaded tensor keeps its identity and shape; only its device storage is freed. On a CPU the
+same code runs without streams, for tests.
 """
 
 from __future__ import annotations
@@ -17,22 +15,20 @@ from typing import Any, TypeVar
 import torch
 
 SMALL = 4096
-"""Largest optimizer-state tensor, in elements, that stays on the device: counters, tables,
-vectors."""
+"""Largest tensor, in elements, that stays on the device."""
 
 Part = TypeVar("Part")
 
 
 class _CopyStream:
-    """A CUDA stream for copies; on a CPU there is none and copies are synchronous."""
+    """A CUDA stream for copies; on a CPU they are synchronous."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def after_now(self) -> AbstractContextManager[Any]:
-        """Run the context's operations on this stream, after all work queued on the current
-        stream."""
+        """Run operations on this stream after all work queued on the current one."""
         if self._stream is None:
             return nullcontext()
         # The copy must not start before the kernels that produce or free its tensors.
@@ -40,28 +36,25 @@ class _CopyStream:
         return torch.cuda.stream(self._stream)
 
     def mark(self) -> torch.cuda.Event | None:
-        """Return an event for the current end of this stream."""
         return None if self._stream is None else self._stream.record_event()
 
     def borrow(self, tensor: torch.Tensor) -> None:
-        """Keep the memory of `tensor` from being reused until this stream has finished with it."""
+        """Keep the memory of `tensor` until this stream is done with it."""
         if self._stream is not None:
             # PyTorch's allocator only knows the stream that allocated the memory.
             tensor.record_stream(self._stream)
 
     def await_mark(self, mark: torch.cuda.Event | None) -> None:
-        """Make the current stream wait for `mark`."""
         if mark is not None:
             torch.cuda.current_stream(self._device).wait_event(mark)
 
 
 def host_tensor(like: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialised host tensor; pinned for a GPU, so that copies are asynchronous."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
 
 
 class HostMemory:
-    """Device tensors whose content is in host memory except while their part is stepped."""
+    """Device tensors whose content is in host memory until their part is stepped."""
 
     def __init__(self, device: torch.device) -> None:
         self._up, self._down = _CopyStream(device), _CopyStream(device)
@@ -70,22 +63,18 @@ class HostMemory:
 
     @property
     def bytes(self) -> int:
-        """Bytes in host memory."""
         return sum(tensor.nbytes for tensor in self._host.values())
 
     @torch.no_grad()
     def put_away(self, tensor: torch.Tensor, content: torch.Tensor | None = None) -> torch.Tensor:
-        """Offload `tensor` from now on, with its content or the given one; return it without
-        storage."""
-        # Freeing the storage keeps the tensor object, which the optimizer uses as the key of its
-        # state.
+        """Offload `tensor`, with its content or the given one; return it without storage."""
+        # The tensor object stays: the optimizer uses it as the key of its state.
         self._host[tensor] = host_tensor(tensor).copy_(tensor if content is None else content)
         tensor.untyped_storage().resize_(0)
         return tensor
 
     def adopt(self, content: Any, away: bool) -> Any:
-        """Place a value of a saved optimizer state: on the device, or in host memory if `away` and
-        not small."""
+        """Put a value of a saved optimizer state on the device, or offload it."""
         if not isinstance(content, torch.Tensor):
             return content
         if not away or content.numel() <= SMALL:
@@ -104,14 +93,8 @@ class HostMemory:
     def streamed(
         self, parts: Sequence[Part], tensors_of: Callable[[Part], list[torch.Tensor]]
     ) -> Iterator[Part]:
-        """Yield each part with its tensors on the device until the next part is requested.
-
-        At most three parts use device memory: one arriving, one in use, one leaving.
-
-        Args:
-            tensors_of: returns the tensors of a part; tensors that its first step creates are
-                offloaded from then on.
-        """
+        """Yield each part with its tensors on the device until the next part is requested."""
+        # At most three parts are on the device: one arriving, one in use, one leaving.
         coming = self._fetch(tensors_of(parts[0])) if parts else None
         gone: tuple[list[torch.Tensor], torch.cuda.Event | None] | None = None
         for number, part in enumerate(parts):
@@ -122,8 +105,10 @@ class HostMemory:
             yield part
             # Free the previous part only now: its copy to the host had the whole step to finish.
             before, gone = gone, self._send(tensors_of(part))
-            self._release(before)
-        self._release(gone)
+            if before is not None:
+                self._release(*before)
+        if gone is not None:
+            self._release(*gone)
 
     def _fetch(self, tensors: list[torch.Tensor]) -> torch.cuda.Event | None:
         # State that a first step creates is not offloaded yet.
@@ -139,6 +124,7 @@ class HostMemory:
         self, tensors: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
         for tensor in tensors:
+            # State that a first step has created.
             if tensor not in self._host:
                 self._host[tensor] = host_tensor(tensor)
         with self._down.after_now():
@@ -146,8 +132,7 @@ class HostMemory:
                 self._host[tensor].copy_(tensor, non_blocking=True)
         return tensors, self._down.mark()
 
-    def _release(self, gone: tuple[list[torch.Tensor], torch.cuda.Event | None] | None) -> None:
-        tensors, mark = gone or ([], None)
+    def _release(self, tensors: list[torch.Tensor], mark: torch.cuda.Event | None) -> None:
         self._down.await_mark(mark)
         for tensor in tensors:
             tensor.untyped_storage().resize_(0)
@@ -157,17 +142,16 @@ class HostMemory:
 class _SavedState:
     host: torch.Tensor
     written: torch.cuda.Event | None
+    # A weak reference: only the graph keeps a state alive, and frozen layers never request theirs.
     below: weakref.ref[_SavedState] | None
-    """State that the backward pass needs next. A weak reference: only the graph keeps a state
-    alive, and frozen layers never request theirs."""
+    """State that the backward pass needs next."""
     back: torch.Tensor | None = None
-    """Copy on the device; None until it is fetched."""
+    """Copy on the device."""
     ready: torch.cuda.Event | None = None
 
 
 class SavedStates:
-    """Tensors that checkpointed layers save for the backward pass, kept in host memory in
-    between."""
+    """Tensors saved for the backward pass, kept in host memory meanwhile."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -175,12 +159,9 @@ class SavedStates:
         self._newest: weakref.ref[_SavedState] | None = None
 
     def around(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `checkpoint`, the function that calls a layer, so that its saved inputs are
-        offloaded."""
+        """Wrap the function that calls a layer, so that its saved inputs are offloaded."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            # autograd calls `_pack` for each saved tensor and `_unpack` when the backward pass
-            # needs it.
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 return checkpoint(*args, **kwargs)
 
@@ -214,7 +195,6 @@ class SavedStates:
         return back
 
     def _fetched(self, saved: _SavedState) -> torch.Tensor:
-        """Start the copy to the device unless it has started already; return the device tensor."""
         if saved.back is None:
             saved.back = torch.empty_like(saved.host, device=self._device)
             with self._up.after_now():

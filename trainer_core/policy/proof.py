@@ -1,12 +1,7 @@
-"""Proof at the start that the trainer computes this model correctly: its own path against
-transformers' forward pass.
+"""Prove at the start that the trainer computes this model as transformers does.
 
-Two short sequences in one packed row take the trainer's path: packed attention, experts as they
-train, chunked head. The same sequences go one by one through transformers' code with eager
-attention and full logits. Both use the actual weights in float32; each layer is widened only while
-it computes, so the extra memory is one float32 layer. Sliding windows are shortened below the
-sequence lengths, so that they matter. On a GPU in half precision the row also goes through the
-kernel.
+The trainer's path is packed attention and a chunked head; transformers runs eager attention with
+full logits. Both use the actual weights in float32.
 """
 
 from __future__ import annotations
@@ -24,11 +19,11 @@ from trainer_core.errors import UsageError
 from trainer_core.policy.logprobs import row_logprobs, whole_row
 from trainer_core.policy.sharding import scatter
 
+# Correct models stay below 1e-4; the seven known errors start at 0.05.
 BOUND = 2e-3
-"""Limit in nats at any position, in float32. Correct models stay below 1e-4; the seven known errors
-start at 0.05."""
+"""Limit in nats at any position, in float32."""
 COARSE = 0.3
-"""Limit in nats of the mean over positions, for half precision or quantized weights."""
+"""Limit in nats of the mean, for half precision or quantized weights."""
 _HALF = (torch.bfloat16, torch.float16)
 # Tokens of the two sequences, and the shortened window.
 _LENGTHS = (29, 24)
@@ -36,14 +31,10 @@ _WINDOW = 8
 
 
 def prove(model: nn.Module) -> float:
-    """Compare the two paths; return the largest difference in nats.
-
-    Args:
-        model: with its weights, before its optimizer exists and before any layer is compiled.
+    """Compare both paths before layers are compiled; return the largest difference in nats.
 
     Raises:
-        UsageError: they differ, or this model cannot run on the trainer's path; names the likely
-            cause.
+        UsageError: they differ, or the trainer cannot run this model.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
@@ -65,10 +56,7 @@ def prove(model: nn.Module) -> float:
         what = f"its forward pass failed ({type(error).__name__}: {first_line(error)})"
         raise UsageError(_refusal(model, what)) from error
     largest = differences.max().item()
-    exact = all(
-        parameter.dtype in _HALF or parameter.element_size() >= 4
-        for parameter in model.parameters()
-    )
+    exact = all(p.dtype in _HALF or p.element_size() >= 4 for p in model.parameters())
     if not largest <= (BOUND if exact else COARSE) or not coarse <= COARSE:  # NaN fails, too
         found = f"{largest:.2g} nats from its own forward pass ({coarse:.2g} as it trains)"
         raise UsageError(_refusal(model, f"packed sequences are off by up to {found}"))
@@ -81,10 +69,9 @@ def _refusal(model: nn.Module, what: str) -> str:
         likely.append("attention sinks (s_aux)")
     cause = f"; likely because of {', '.join(likely)}" if likely else ""
     return (
-        f"the trainer does not compute {type(model).__name__} right: {what}{cause}. Its "
-        f"gradients would be wrong. "
-        "docs/models.md lists the supported architectures; please report this one with its "
-        "config.json"
+        f"the trainer does not compute {type(model).__name__} right: {what}{cause}. Its gradients "
+        "would be wrong. docs/models.md lists the supported architectures; please report this one "
+        "with its config.json"
     )
 
 
@@ -117,8 +104,7 @@ def _changed(thing: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def _short_windows(model: nn.Module) -> Iterator[None]:
-    """Shorten every sliding window below the test sequences, in the configuration and in
-    modules."""
+    # Windows longer than the test sequences would have no effect on them.
     with ExitStack() as changed:
         for holder in (model.config, *model.modules()):
             if isinstance(getattr(holder, "sliding_window", None), int):
@@ -128,8 +114,7 @@ def _short_windows(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _in_float32(model: nn.Module) -> Iterator[None]:
-    """Compute each part of the model in float32: replace its parameters while it runs, then restore
-    them."""
+    # One layer at a time, so the extra memory is one float32 layer.
     kept: dict[nn.Module, list[tuple[nn.Module, str, nn.Parameter]]] = {}
 
     def widen(part: nn.Module, *_: Any) -> None:
@@ -159,8 +144,7 @@ def _in_float32(model: nn.Module) -> Iterator[None]:
 
 
 def _parts(model: nn.Module) -> Iterator[nn.Module]:
-    """Decoder layers, and the modules outside them that have parameters: embeddings, norms, the
-    head."""
+    """Decoder layers, and the modules outside them that have parameters."""
     inside: set[nn.Module] = set()
     for module in model.modules():
         if module in inside:

@@ -21,14 +21,13 @@ from trainer_core.ranks.world import ALONE, World
 from trainer_core.rollouts.packing import PackedRow
 
 FOLDER = "reference"
-"""Checkpoint folder of the adapter that the run started from."""
+"""Checkpoint folder of the starting adapter."""
 
 
 class Reference:
     """Reference logprobs for rows whose environment sent none.
 
-    Keeps a model of its own. When adapters train, it uses the policy's model with the adapter
-    switched off, or with the adapter's starting values.
+    When adapters train, the reference is the policy's model with its starting adapter.
     """
 
     def __init__(
@@ -41,17 +40,16 @@ class Reference:
         resumed: Path | None = None,
         origin: str | None = None,
     ) -> None:
-        """Load or reuse the model, and print which.
+        """Load or reuse the model.
 
         Args:
-            policy: on `device`; with adapters, if the configuration trains them.
-            resumed: checkpoint that the run continues from; may contain the starting adapter.
-            origin: `lora_adapter_path` of the run's start; default: a new adapter.
+            resumed: checkpoint that the run continues from.
+            origin: `lora_adapter_path` of the run's start.
         """
         self._device = device
         self._adapted = config.trains_adapters
         self._start: dict[str, torch.Tensor] | None = None
-        """Starting adapter's values; None: a new adapter, which has no effect."""
+        """None: a new adapter, which has no effect."""
         if self._adapted:
             self._model = policy
             folder = world.share(lambda: _starting_adapter(resumed, origin))
@@ -60,34 +58,23 @@ class Reference:
                 self._start = {name: value.to(device).float() for name, value in values.items()}
             print(f"Frozen reference of --ref-kl-coef: {folder or 'the model without the adapter'}")
             return
-        model = load_for(world, config.model_name, compute_dtype(policy), device).requires_grad_(
-            False
-        )
-        self._model = shard(model, world, device, config)
+        model = load_for(world, config.model_name, compute_dtype(policy), device)
+        self._model = shard(model.requires_grad_(False), world, device, config)
         use_head(self._model, config.head_dtype)
         use_attention(self._model, config.attention_kernel)
         if config.routing_replay:  # otherwise the KL would include different choices of experts
             replay_in(self._model)
-        size = sum(p.numel() * p.element_size() for p in self._model.parameters())
-        print(
-            f"Frozen reference of --ref-kl-coef: {config.model_name}, a copy of {size / 1e9:.2f} GB"
-        )
+        size = sum(p.numel() * p.element_size() for p in self._model.parameters()) / 1e9
+        print(f"Frozen reference of --ref-kl-coef: {config.model_name}, a copy of {size:.2f} GB")
 
     @torch.no_grad()
     def fill(
         self, rows: Sequence[PackedRow], threads: int = 1, world: World = ALONE
     ) -> list[PackedRow]:
-        """Complete `reference` in each row: the environment's value if it sent one, else this
-        model's.
-
-        Args:
-            rows: on any device.
-            threads, world: as in `step.accumulate`.
-        """
+        """Complete `reference` in each row where the environment sent none."""
         # Running the model is a collective, so all ranks run it for a row if one of them needs it.
-        lacks = anywhere(
-            world, [row.reference is None or bool(row.reference.isnan().any()) for row in rows]
-        )
+        own = [row.reference is None or bool(row.reference.isnan().any()) for row in rows]
+        lacks = anywhere(world, own)
 
         def complete(item: tuple[PackedRow, bool], _: int) -> PackedRow:
             row, lacking = item
@@ -104,22 +91,19 @@ class Reference:
             return in_threads(complete, list(zip(rows, lacks, strict=True)), threads)
 
     def write(self, checkpoint: Path) -> None:
-        """Write the starting adapter, if there is one, into a checkpoint for a later attempt."""
+        """Write the starting adapter into a checkpoint for a later attempt."""
         if self._start is not None:
             write_adapter(self._model, checkpoint / FOLDER, values=self._start)
 
     def _frozen(self) -> AbstractContextManager[None]:
         if not self._adapted:
             return nullcontext()
-        return (
-            adapters_off(self._model)
-            if self._start is None
-            else adapter_values(self._model, self._start)
-        )
+        if self._start is None:
+            return adapters_off(self._model)
+        return adapter_values(self._model, self._start)
 
 
 def _starting_adapter(resumed: Path | None, origin: str | None) -> Path | None:
-    """Folder of the adapter that the run started from; None: a new one."""
     # A resumed run keeps its first attempt's reference.
     if resumed is not None and (resumed / FOLDER).is_dir():
         return resumed / FOLDER

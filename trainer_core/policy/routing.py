@@ -1,12 +1,7 @@
 """Rollout routing replay (arXiv:2510.11370): routers use the experts that the engine recorded.
 
-Two programs round the same model differently. When two experts are nearly equal to a router, the
-rounding decides between them. After `replay_in` each router of a sparse layer takes the row's
-recorded experts and weighs them by its own probabilities, through which it learns as before. Where
-no choice is recorded (-1) the router's own choice stays, bit for bit.
-
-The formula for expert weights is found by trial: at the start each router sees test tokens, and the
-formula that reproduces its weights bit for bit is used for the replay.
+Rounding decides between nearly equal experts, so two programs choose differently. A router weighs
+the recorded experts by its own probabilities; without a record (-1) it keeps its own choice.
 """
 
 from __future__ import annotations
@@ -26,11 +21,11 @@ from trainer_core.policy.logprobs import EXPERTS, predicting_states, whole_row
 from trainer_core.rollouts.asking import RouterShape
 from trainer_core.rollouts.packing import PackedRow
 
+# Test tokens that distinguish the formulas.
 _SHOWN = 64
-"""Test tokens that distinguish the formulas."""
 
 Weigh = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Map a router, its logits [N, experts] and experts [N, K] to their weights [N, K]."""
+"""Map (router, logits [N, experts], experts [N, K]) to weights [N, K]."""
 
 
 def _share(_: nn.Module, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
@@ -61,18 +56,13 @@ def _sigmoid_of_chosen(router: Any, logits: torch.Tensor, experts: torch.Tensor)
     return values / (values.sum(-1, keepdim=True) + 1e-20) * router.routed_scaling_factor
 
 
-_FORMULAS: tuple[Weigh, ...] = (
-    _share,
-    _share_of_chosen,
-    _softmax_of_chosen,
-    _sigmoid,
-    _sigmoid_of_chosen,
-)
+_FORMULAS = (_share, _share_of_chosen, _softmax_of_chosen, _sigmoid, _sigmoid_of_chosen)
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
+# Thread-local, because several threads run rows through one model.
 class _Here(threading.local):
-    """Recorded experts for the layer that this thread computes; several threads run rows through
-    one model."""
+    """Recorded experts of the layer that this thread computes."""
 
     experts: torch.Tensor | None = None
 
@@ -81,10 +71,10 @@ _here = _Here()
 
 
 def replay_in(model: nn.Module) -> RouterShape:
-    """Make the routers of `model` use a row's recorded experts from now on. A collective.
+    """Make the routers use a row's recorded experts from now on; a collective.
 
     Raises:
-        UsageError: the routers are of an unsupported kind.
+        UsageError: the routers are unsupported.
     """
     config = model.config.to_dict()
     if refused := why_not_replayed(config):
@@ -103,22 +93,16 @@ def replay_in(model: nn.Module) -> RouterShape:
         decoder_layer.register_forward_hook(_leave, always_call=True)
         # A tensor, because a number would give torch.compile a different graph for every layer.
         which = torch.tensor([place], device=next(model.parameters()).device)
-        router.register_forward_hook(
-            partial(_choose, which, _formula(model, router, returned[place]))
-        )
-    chosen, experts = (
-        config["num_experts_per_tok"],
-        next(config[n] for n in _COUNTS if config.get(n)),
-    )
-    return RouterShape(len(decoder_layers(model)), tuple(sorted(routers)), chosen, experts)
-
-
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+        formula = _formula(model, router, returned[place])
+        router.register_forward_hook(partial(_choose, which, formula))
+    experts = next(config[name] for name in _COUNTS if config.get(name))
+    layers, chosen = len(decoder_layers(model)), config["num_experts_per_tok"]
+    return RouterShape(layers, tuple(sorted(routers)), chosen, experts)
 
 
 def _routers(model: nn.Module) -> dict[int, nn.Module]:
-    """Routers by layer index: the modules whose logits transformers records for the balance
-    loss."""
+    """Routers by layer index."""
+    # The modules whose logits transformers records for the balance loss.
     recorded = (getattr(model.base_model, "_can_record_outputs", None) or {}).get("router_logits")
     kind = getattr(recorded, "target_class", None)
     if not isinstance(kind, type):
@@ -138,7 +122,7 @@ def _leave(*_: Any) -> None:
 
 
 def _choose(place: torch.Tensor, weigh: Weigh, router: nn.Module, _: Any, output: Any) -> Any:
-    """Forward hook of router number `place`: replace its experts by the row's recorded ones."""
+    """Forward hook: replace the router's experts by the recorded ones."""
     if _here.experts is None:
         return None
     logits, weights, own = output
@@ -150,7 +134,6 @@ def _choose(place: torch.Tensor, weigh: Weigh, router: nn.Module, _: Any, output
 
 @torch.no_grad()
 def _returned(model: nn.Module, routers: dict[int, nn.Module], row: PackedRow) -> list[Any]:
-    """Outputs of all routers for `row`, before any replay."""
     returned: list[Any] = []
 
     def note(_: nn.Module, args: Any, output: Any) -> None:
@@ -167,11 +150,8 @@ def _returned(model: nn.Module, routers: dict[int, nn.Module], row: PackedRow) -
 
 
 def _formula(model: nn.Module, router: nn.Module, output: Any) -> Weigh:
-    """Find the formula that reproduces the router's own weights.
-
-    Raises:
-        UsageError: none does.
-    """
+    # Transformers has no field for it, so find the formula that reproduces the router's own
+    # weights for the test tokens, bit for bit.
     if isinstance(output, tuple) and len(output) == 3 and output[0].ndim == 2:
         logits, weights, own = output
         for weigh in _FORMULAS:
@@ -182,22 +162,19 @@ def _formula(model: nn.Module, router: nn.Module, output: Any) -> Weigh:
                 continue
             if torch.equal(again, weights):
                 return weigh
-    raise UsageError(
-        _refusal(model, f"{type(router).__name__} weighs experts by an unknown formula")
-    )
+    unknown = f"{type(router).__name__} weighs experts by an unknown formula"
+    raise UsageError(_refusal(model, unknown))
 
 
 def _refusal(model: nn.Module, why: str) -> str:
+    routers = f"the routers of {type(model).__name__}"
     return (
-        f"--routing-replay: the routers of {type(model).__name__} cannot replay the engine's "
-        f"choice: {why}. "
-        "fix: drop the flag"
+        f"--routing-replay: {routers} cannot replay the engine's choice: {why}. fix: drop the flag"
     )
 
 
 def own_experts(model: nn.Module, row: PackedRow) -> torch.Tensor:
-    """Experts that the routers of `replay_in` choose for `row`, [N, sparse layers, K] int16. If the
-    row has recorded experts, higher layers see the states that those produce."""
-    return torch.stack(
-        [output[2].to(torch.int16) for output in _returned(model, _routers(model), row)], dim=1
-    )
+    """Return the experts that the routers choose for `row`, [N, sparse layers, K] int16."""
+    # If the row has recorded experts, higher layers see the states that those produce.
+    outputs = _returned(model, _routers(model), row)
+    return torch.stack([output[2].to(torch.int16) for output in outputs], dim=1)

@@ -1,19 +1,8 @@
-"""The policy sharded by FSDP2: each rank holds some rows of every parameter, and gathers a layer's
-full parameters while that layer computes.
+"""The policy sharded by FSDP2: each rank holds some rows of every parameter.
 
-    model = load_for(world, name, dtype, device) # one copy in rank 0's host memory, none on the
-    others
-    ...                                              # adapters, frozen layers
-    model = shard(model, world, device, config)
-
-With `master_weights` fp32 and no memory-saving option, trained rows are float32 master weights, and
-forward passes gather them rounded. Otherwise rows have the model's dtype, and `optim.py` keeps its
-own state. Adapters, and the few parameters of another dtype, stay whole on every rank. Gradients
-are summed in float32, never averaged: the loss is divided by the token count of all ranks
-(`step.py`).
-
-The trainer never calls the model's own forward pass, so `gathered` gathers the parameters outside
-the layers (embeddings, norm, head). Running the model is a collective: all ranks do it equally
+With `master_weights` fp32, trained rows are float32 master weights. With a memory-saving option
+rows have the model's dtype, and `optimizers.py` keeps its own state. Adapters, and parameters of
+another dtype, stay whole on every rank. Running the model is a collective: all ranks do it equally
 often in the same order.
 """
 
@@ -33,50 +22,48 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from atropos_common.models.model_math import why_not_shared, why_not_spread
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
-from trainer_core.policy.checkpoint_layout import checkpoint_tensors
-from trainer_core.policy.load import decoder_layers, empty_model, load_config, load_model
+from trainer_core.policy.load import (
+    checkpoint_tensors,
+    decoder_layers,
+    empty_model,
+    load_config,
+    load_model,
+)
 from trainer_core.policy.tensor_parallel import parallel_of
-from trainer_core.ranks.world import World
+from trainer_core.ranks.world import ALONE, World
 
 T = TypeVar("T")
 
 
 def load_for(world: World, name: str | Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Load the model `name` for `shard`. Only rank 0 reads the weights.
+    """Load the model for `shard`; only rank 0 reads the weights.
 
     Raises:
-        UsageError: the model cannot be computed by several ranks together.
+        UsageError: several ranks cannot compute this model together.
     """
     if world.size == 1:
         return load_model(name, dtype, device)
-    fields = vars(load_config(str(name), frozen=True))  # the policy's own check ran before
-    if refused := why_not_spread(fields) or why_not_shared(
-        fields, world.context.size if world.context else 1
-    ):
+    config = load_config(str(name), frozen=True)  # the policy's own check ran before
+    context = world.context.size if world.context else 1
+    if refused := why_not_spread(vars(config)) or why_not_shared(vars(config), context):
         raise UsageError(f"--model-name {name}: {': '.join(refused)}")
     if world.rank == 0:
         return load_model(name, dtype, torch.device("cpu"))
-    return empty_model(load_config(str(name), frozen=True), dtype)
+    return empty_model(config, dtype)
 
 
 def shard(
     model: nn.Module, world: World, device: torch.device, config: TrainingConfig
 ) -> nn.Module:
-    """Move `model` to `device` and shard it over all ranks in place; a single rank's model is
-    returned as it is. A collective.
-
-    Args:
-        model: from `load_for`, with `requires_grad` set on trained parameters.
-    """
+    """Move `model`, from `load_for`, to `device` and shard it in place; a collective."""
     if world.mesh is None:
         return model
     # Ranks other than 0 hold meta tensors, so facts about the stored weights come from rank 0.
     compute = world.share(lambda: next(model.parameters()).dtype)
     named = dict(model.named_parameters())
     adapters = {name for name in named if config.trains_adapters and named[name].requires_grad}
-    source = {name: parameter.detach() for name, parameter in named.items()} | dict(
-        model.named_buffers()
-    )
+    source = {name: parameter.detach() for name, parameter in named.items()}
+    source |= dict(model.named_buffers())
     stored = world.share(lambda: {name: tensor.dtype for name, tensor in source.items()})
     # FSDP needs one dtype per group and at least one dimension.
     odd = {name for name in named if stored[name] != compute or not named[name].ndim} | adapters
@@ -87,15 +74,10 @@ def shard(
     )
     # Rows that become float32 master weights.
     wide = set() if slim else {name for name in named if named[name].requires_grad} - odd
-    _without_memory(
-        model, stored | dict.fromkeys(wide, torch.promote_types(compute, torch.float32))
-    )
+    float32 = torch.promote_types(compute, torch.float32)
+    _without_memory(model, stored | dict.fromkeys(wide, float32))
     whole = {parameter for name, parameter in model.named_parameters() if name in odd}
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute,
-        reduce_dtype=torch.promote_types(compute, torch.float32),
-        cast_forward_inputs=False,
-    )
+    policy = MixedPrecisionPolicy(compute, reduce_dtype=float32, cast_forward_inputs=False)
     for part in [*decoder_layers(model), model]:
         fully_shard(part, mesh=world.mesh, mp_policy=policy, ignored_params=whole)
         # Sum gradients: the loss is already divided by the tokens of all ranks.
@@ -113,19 +95,18 @@ def shard(
 
 
 def anywhere(world: World, flags: list[bool]) -> list[bool]:
-    """For each flag, True if it is set on any rank: all ranks must agree on how to run the model. A
-    collective."""
+    """Return True for each flag that is set on any rank; a collective."""
     return [bool(flag) for flag in world.largest(torch.tensor(flags, dtype=torch.uint8)).tolist()]
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of the model's computation; parameters may be kept in another."""
+    """Return the dtype of the computation; parameters may have another."""
     found: torch.dtype = getattr(model, "compute_dtype", None) or next(model.parameters()).dtype
     return found
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of a sharded tensor, detached, sharing memory; any other tensor as it is."""
+    """Return this rank's rows of a sharded tensor, detached, sharing memory."""
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -133,23 +114,21 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 class Rows:
     """One rank's rows of a parameter."""
 
-    shape: tuple[int, ...]
-    """Shape of the whole parameter."""
+    shape: tuple[int, ...]  # of the whole parameter
     first: int
     count: int
-    """Number of rows from `first` on; a scalar has first 0 and count 1."""
+    """Rows from `first` on; 1 for a scalar."""
 
 
 def row_bounds(count: int, size: int) -> list[int]:
-    """First row of each of `size` ranks for `count` rows, cut as torch.chunk does, followed by
-    `count`."""
+    """Return the first row of each of `size` ranks, then `count`."""
     # Rounded up, as in torch.chunk; the last ranks may have fewer rows or none.
     each = -(-count // size)
     return [min(rank * each, count) for rank in range(size + 1)]
 
 
 def rows_of(parameter: torch.Tensor) -> Rows:
-    """This rank's rows of a parameter; all rows if it is not sharded."""
+    """Return this rank's rows; all of them if the parameter is not sharded."""
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         return Rows(shape, 0, shape[0] if shape else 1)
@@ -159,8 +138,8 @@ def rows_of(parameter: torch.Tensor) -> Rows:
 
 
 def gathered(model: nn.Module, compute: Callable[[], T]) -> T:
-    """Call `compute`, which runs the model's layers or uses its head, with gathered parameters; a
-    collective."""
+    """Call `compute` with the parameters outside the layers gathered; a collective."""
+    # FSDP would gather them around the model's own forward pass, which the trainer never calls.
     through = getattr(model, "compute_gathered", None)
     if through is None:
         return compute()
@@ -171,14 +150,16 @@ def gathered(model: nn.Module, compute: Callable[[], T]) -> T:
 
 
 def scatter(model: nn.Module) -> None:
-    """Free the gathered parameters outside the layers, which do not see the next update."""
+    """Free the gathered parameters outside the layers."""
+    # They do not see the next update.
     if hasattr(model, "compute_gathered"):
         cast(Any, model).reshard()
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copy every checkpoint tensor to the CPU, contiguous, in the model's compute dtype, under its
-    checkpoint name; a tied head appears once. A collective; ranks other than 0 get an empty dict.
+    """Copy every checkpoint tensor to the CPU in the compute dtype, by checkpoint name.
+
+    A tied head appears once. A collective; ranks other than 0 get an empty dict.
     """
     if (parallel := parallel_of(model)) is not None:
         return {name: whole for name, whole in parallel.gathered() if whole is not None}
@@ -204,8 +185,40 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+@torch.no_grad()
+def copy_weights(model: nn.Module, source: str | Path, world: World = ALONE) -> None:
+    """Overwrite parameters, or this rank's parts, from a directory or hub id; a collective.
+
+    Raises:
+        UsageError: the weights belong to another model.
+    """
+    parallel = parallel_of(model)
+    ours = dict(model.named_parameters())
+    shapes = {
+        name: ours[name].shape if parallel is None else torch.Size(parallel.part(name).whole)
+        for name in ours
+    }
+
+    def read() -> dict[str, torch.Tensor]:
+        loaded = load_model(source, next(iter(ours.values())).dtype, torch.device("cpu"))
+        theirs = {name: param.detach() for name, param in loaded.named_parameters()}
+        odd = sorted(theirs.keys() ^ ours.keys()) or [
+            name for name in ours if theirs[name].shape != shapes[name]
+        ]
+        if odd:
+            raise UsageError(f"{source} holds another model: {', '.join(odd[:5])}")
+        return theirs
+
+    wholes = world.first(read)
+    if parallel is not None:
+        parallel.fill(wholes)
+        return
+    for name, param in ours.items():
+        param.copy_(wholes[name])
+
+
 def _without_memory(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Replace the model's parameters by ones of these dtypes without memory; ties are kept."""
+    """Replace parameters by ones without memory, of these dtypes; ties are kept."""
     empty = {
         parameter: nn.Parameter(
             torch.empty_like(parameter, dtype=dtypes[name], device="meta"), parameter.requires_grad
@@ -226,7 +239,6 @@ def _distribute(
     source: Mapping[str, torch.Tensor],
     stored: Mapping[str, torch.dtype],
 ) -> None:
-    """Allocate every tensor of `model` and fill it from rank 0's `source`."""
     model.to_empty(device=device)
     for name, tensor in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
         if world.rank == 0:
@@ -234,9 +246,8 @@ def _distribute(
         else:
             whole = torch.empty(tensor.shape, dtype=stored[name], device=device)
         if isinstance(tensor, DTensor):
-            local(tensor).copy_(
-                local(distribute_tensor(whole, tensor.device_mesh, tensor.placements))
-            )
+            rows = distribute_tensor(whole, tensor.device_mesh, tensor.placements)
+            local(tensor).copy_(local(rows))
         else:
             # Buffers and unsharded parameters are the same on every rank.
             dist.broadcast(whole, 0)
@@ -244,8 +255,7 @@ def _distribute(
 
 
 def _gradients_in_float32(model: nn.Module) -> None:
-    """Keep gradients that were summed in float32 in that dtype. FSDP has no setting for this, so
-    set the private attribute that it reads."""
+    # FSDP has no setting for this, so set the private attribute that it reads.
     cast(Any, model)._get_fsdp_state()._lazy_init()
     for part in [*decoder_layers(model), model]:
         state = cast(Any, part)._get_fsdp_state()

@@ -1,18 +1,11 @@
-"""A policy split over ranks in the same way as a tensor-parallel server, each rank computing with
-the parts in its own GPU.
+"""A policy split over ranks like a tensor-parallel server (Megatron-LM, arXiv:1909.08053, section
+3).
 
-The split of a parameter comes from the parts that the server's workers have loaded
-(`atropos_common.protocol.manifest.TensorView`). It decides how a layer computes, after Megatron-LM
-(Shoeybi et al. 2019, arXiv:1909.08053, section 3). A product with a weight split by rows has
-outputs split over ranks; a product with a weight split by columns is summed over ranks. A region is
-a module that contains such a column product: attention or MLP. Its input and output are equal on
-all ranks; inside, each rank has its own heads or channels. So gradients of a region's input, and of
-weights in it that several ranks hold, are summed over ranks. All other gradients are complete on
-each rank.
-
-Copies of a weight on several ranks (norms; key heads, if there are fewer than ranks) take the
-values of the first of these ranks after every write, bit for bit: each rank autotunes its kernels,
-and they round differently.
+A weight split by rows gives outputs split over ranks; the product with one split by columns is
+summed over ranks. A region (attention or MLP) is a module with a column product. Its input and
+output are equal on all ranks; inside, each rank has its own heads or channels. Gradients of a
+region's input, and of weights in it that several ranks hold, are summed over ranks. All others are
+complete.
 """
 
 from __future__ import annotations
@@ -30,7 +23,7 @@ from torch.distributed import _functional_collectives as collectives
 
 from atropos_common.protocol.manifest import Shard, TensorView
 from trainer_core.errors import UsageError
-from trainer_core.policy.checkpoint_layout import checkpoint_layout
+from trainer_core.policy.load import checkpoint_layout
 
 ANOTHER_WAY = "Set tensor_parallel = 1, or use mode broadcast, which takes any model"
 
@@ -40,7 +33,7 @@ class ParameterPart:
     """One rank's part of a parameter."""
 
     begin: tuple[int, ...]
-    """Index of its first element in the whole."""
+    """Index of the first element in the whole."""
     shape: tuple[int, ...]
     whole: tuple[int, ...]
 
@@ -51,11 +44,11 @@ class ParameterPart:
 
     @property
     def cuts(self) -> list[int]:
-        """Dimensions in which the part is smaller than the whole."""
+        """Dimensions smaller than the whole."""
         return [dim for dim, size in enumerate(self.shape) if size != self.whole[dim]]
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
-        """This part of a tensor with the whole's shape, a view."""
+        """Return this part of `whole`, a view."""
         return whole[tuple(slice(at, at + n) for at, n in zip(self.begin, self.shape, strict=True))]
 
 
@@ -66,48 +59,43 @@ class Vocabulary:
     begin: int
     size: int
     most: int
-    """Largest number of rows on any rank."""
+    """Most rows on any rank."""
     whole: int
 
     def own(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (row on this rank for each token, 0 for tokens of other ranks; bool mask of those
-        tokens), both in the shape of `tokens`."""
+        """Return each token's row here (0 for other ranks' tokens), and the mask of those
+        tokens."""
         rows = tokens - self.begin
         elsewhere = (rows < 0) | (rows >= self.size)
         return rows.masked_fill(elsewhere, 0), elsewhere
 
 
 class TensorParallel:
-    """The parts of a model's parameters, and the communication between the ranks of torch's default
-    group."""
+    """Parts of a model's parameters, and the communication between ranks."""
 
     vocabulary: Vocabulary | None = None
-    """The head's rows; None if each rank has the whole head."""
+    """The head's rows; None if it is whole."""
 
     def __init__(self, model: nn.Module, shards: Mapping[int, Shard], rank: int) -> None:
-        """Make `model`, whose parameters are already this rank's parts, compute together with the
-        other ranks.
+        """Make `model`, whose parameters are already parts, compute with the other ranks.
 
         Args:
-            shards: manifest of each rank of torch's default group, by rank.
+            shards: manifest of each rank.
 
         Raises:
-            UsageError: a parameter is split in an unsupported way; lists all of them.
+            UsageError: parameters are split in an unsupported way; lists all.
         """
         self.rank, self.size = rank, len(shards)
-        layout = [
-            (name, spot.parameter)
-            for name, spot in checkpoint_layout(model).items()
-            if spot is not None
-        ]
+        spots = checkpoint_layout(model).items()
+        layout = [(name, spot.parameter) for name, spot in spots if spot is not None]
         self.names = {parameter: name for name, parameter in layout}
-        """Parameter name -> checkpoint name."""
+        """Checkpoint name by parameter name."""
         self.parameters = dict(model.named_parameters())
         self.parts = {
             parameter: [ParameterPart.of(shards[each].views[name]) for each in sorted(shards)]
             for parameter, name in self.names.items()
         }
-        """Parameter name -> its part on each rank."""
+        """Part on each rank by parameter name."""
         self._holders = {
             name: tuple(rank for rank, part in enumerate(parts) if part == parts[self.rank])
             for name, parts in self.parts.items()
@@ -117,32 +105,27 @@ class TensorParallel:
             for parts in self.parts.values()
             for part in parts
         }
-        shared = sorted(ranks for ranks in every if len(ranks) > 1)
         # `new_group` is a collective, so all ranks create all groups in the same order.
         self._groups: dict[tuple[int, ...], Any] = {
             ranks: dist.group.WORLD if len(ranks) == self.size else dist.new_group(list(ranks))
-            for ranks in shared
+            for ranks in sorted(every)
+            if len(ranks) > 1
         }
-        problems = [
-            f"{name}, stacked with others in {where}"
-            for name, where in layout
-            if self.names[where] != name
-        ]
+        stacked = [(name, where) for name, where in layout if self.names[where] != name]
+        problems = [f"{name}, stacked with others in {where}" for name, where in stacked]
         problems += self._install(model)
         if problems:
+            listed = "\n  ".join(problems)
             raise UsageError(
-                "the trainer cannot split this model over ranks:\n  "
-                + "\n  ".join(problems)
-                + f"\n{ANOTHER_WAY}"
+                f"the trainer cannot split this model over ranks:\n  {listed}\n{ANOTHER_WAY}"
             )
 
     def part(self, name: str) -> ParameterPart:
-        """This rank's part of a parameter."""
         return self.parts[name][self.rank]
 
     def norm(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Norm of the gradients of all ranks together, float32, a scalar; a parameter held by
-        several ranks counts once."""
+        """Norm over all ranks, a float32 scalar; a parameter that several ranks hold counts
+        once."""
         holders = {self.parameters[name]: len(ranks) for name, ranks in self._holders.items()}
         # Each of n holders contributes one n-th of the squared norm.
         squares = [
@@ -152,28 +135,24 @@ class TensorParallel:
         return over_ranks(torch.stack(squares).sum()).sqrt()
 
     @torch.no_grad()
+    # Each rank autotunes its kernels, and they round differently, so copies would drift apart.
     def settle(self) -> None:
-        """Overwrite each copied parameter with the values of the first rank that holds it."""
+        """Copy each shared parameter from the first rank that holds it."""
         for ranks, group in self._groups.items():
-            copies = [
-                self.parameters[name]
-                for name, holders in sorted(self._holders.items())
-                if holders == ranks
-            ]
+            names = sorted(name for name, holders in self._holders.items() if holders == ranks)
+            copies = [self.parameters[name] for name in names]
             if not copies:
                 continue
             # One broadcast per group instead of one per parameter.
             flat = torch.cat([copy.reshape(-1) for copy in copies])
             dist.broadcast(flat, ranks[0], group=group)
-            for copy, values in zip(
-                copies, flat.split([copy.numel() for copy in copies]), strict=True
-            ):
-                copy.copy_(values.view(copy.shape))
+            values = flat.split([copy.numel() for copy in copies])
+            for copy, value in zip(copies, values, strict=True):
+                copy.copy_(value.view(copy.shape))
 
     @torch.no_grad()
     def fill(self, wholes: Mapping[str, torch.Tensor]) -> None:
-        """Distribute each parameter's values from rank 0, which has them whole in `wholes` in the
-        parameters' dtype. Other ranks' `wholes` are ignored. A collective."""
+        """Distribute values from rank 0, which has them in `wholes`; a collective."""
         for name, own in self.parameters.items():
             for rank, part in enumerate(self.parts[name]):
                 if self.rank == 0:
@@ -189,20 +168,19 @@ class TensorParallel:
 
     @torch.no_grad()
     def gathered(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Yield every checkpoint tensor with its name: whole and on the CPU on rank 0, None on the
-        others. A collective: all ranks must exhaust it."""
+        """Yield each checkpoint tensor, on the CPU of rank 0, None elsewhere.
+
+        A collective: all ranks must exhaust it.
+        """
         for parameter, name in self.names.items():
             own, parts = self.parameters[parameter].detach(), self.parts[parameter]
             whole = torch.empty(parts[0].whole, dtype=own.dtype) if self.rank == 0 else None
             # Only the first rank that holds a part sends it.
             for rank in [rank for rank, part in enumerate(parts) if parts.index(part) == rank]:
                 if whole is not None:
-                    values = (
-                        own
-                        if rank == 0
-                        else torch.empty(parts[rank].shape, dtype=own.dtype, device=own.device)
-                    )
+                    values = own
                     if rank:
+                        values = own.new_empty(parts[rank].shape)
                         dist.recv(values, rank)
                     parts[rank].take(whole).copy_(values)
                 elif rank == self.rank:
@@ -210,23 +188,15 @@ class TensorParallel:
             yield name, whole
 
     def _install(self, model: nn.Module) -> Iterator[str]:
-        """Change how the modules of `model` compute; yield a description of each unsupported
-        parameter."""
+        """Change how modules compute; yield a description of each unsupported parameter."""
         known = {id(parameter): name for name, parameter in self.parameters.items()}
-        layers = {
-            layer
-            for module in model.modules()
-            if isinstance(module, nn.ModuleList)
-            for layer in module
-        }
+        lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+        layers = {layer for several in lists for layer in several}
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
         by_rows, regions = {}, []
         for path, module in model.named_modules():
-            cuts = {
-                leaf: self._cut(known[id(p)])
-                for leaf, p in module._parameters.items()
-                if p is not None
-            }
+            own = ((leaf, p) for leaf, p in module._parameters.items() if p is not None)
+            cuts = {leaf: self._cut(known[id(p)]) for leaf, p in own}
             if not any(cuts.values()):
                 continue
             if module in ends and set(cuts.values()) == {BY_ROWS}:
@@ -242,23 +212,17 @@ class TensorParallel:
                 module.__class__ = ColumnsLinear
                 regions.append(model.get_submodule(path.rpartition(".")[0]))
                 if regions[-1] in layers or regions[-1] is model:
-                    yield (
-                        f"{path}, which shares no submodule with the layers that compute its input"
-                    )
+                    apart = "shares no submodule with the layers that compute its input"
+                    yield f"{path}, which {apart}"
         inside = {module for region in regions for module in region.modules()}
-        yield from (
-            f"{path}, whose split outputs no layer sums"
-            for path, m in by_rows.items()
-            if m not in inside
-        )
+        alone = (path for path, module in by_rows.items() if module not in inside)
+        yield from (f"{path}, whose split outputs no layer sums" for path in alone)
         for region in dict.fromkeys(regions):
             self._install_region(region, known)
 
     def _install_end(self, model: nn.Module, module: nn.Module) -> None:
-        """Set up the embedding or the head; tied weights have the same rows."""
-        parts = next(
-            parts for name, parts in self.parts.items() if self.parameters[name] is module.weight
-        )
+        # Tied weights have the same rows.
+        parts = next(self.parts[n] for n, p in self.parameters.items() if p is module.weight)
         own, most = parts[self.rank], max(part.shape[0] for part in parts)
         rows = Vocabulary(own.begin[0], own.shape[0], most, own.whole[0])
         if module is model.get_output_embeddings():
@@ -272,9 +236,8 @@ class TensorParallel:
 
     def _install_region(self, region: nn.Module, known: Mapping[int, str]) -> None:
         region.register_forward_pre_hook(_enter_region, with_kwargs=True)
-        if hasattr(
-            region, "num_key_value_groups"
-        ):  # transformers' own attention repeats key heads by this factor
+        # transformers' own attention repeats key heads by this factor.
+        if hasattr(region, "num_key_value_groups"):
             region.num_key_value_groups = len(region.q_proj.weight) // len(region.k_proj.weight)
         for module in region.modules():
             for leaf, parameter in module._parameters.items():
@@ -286,37 +249,30 @@ class TensorParallel:
                     parameter.register_hook(partial(over_ranks, group=self._groups[ranks]))
 
     def _cut(self, name: str) -> str:
-        """Describe how a parameter is split; empty: it is whole on every rank."""
+        """Describe a parameter's split; empty: whole on every rank."""
         parts = self.parts[name]
         cuts = {dim for part in parts for dim in part.cuts}
-        if not cuts:
-            return ""
-        return (
-            BY_DIMENSION.get(min(cuts), f"in dimension {min(cuts)}")
-            if len(cuts) == 1
-            else "in several dimensions"
-        )
+        if len(cuts) > 1:
+            return "in several dimensions"
+        return "".join(BY_DIMENSION.get(dim, f"in dimension {dim}") for dim in cuts)
 
 
 def parallel_of(model: nn.Module) -> TensorParallel | None:
-    """The tensor parallelism of `model`; None for a model with whole parameters."""
     found: TensorParallel | None = getattr(model, "parallel", None)
     return found
 
 
 def own_part(model: nn.Module, name: str, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter's values, a view; all of them if the model is whole."""
+    """Return this rank's part of `whole`, a view; all of it if the model is whole."""
     parallel = parallel_of(model)
     return whole if parallel is None else parallel.part(name).take(whole)
 
 
 class ColumnsLinear(nn.Linear):
-    """Linear layer with some columns of the weight, summed over ranks; the bias is added once.
+    """Linear layer with some columns of the weight, summed over ranks."""
 
-    It is a class because torch.compile treats a `forward` attribute on each module as a different
-    function: it would compile every layer separately, and give up after the eighth.
-    """
-
+    # A class, because torch.compile takes a `forward` attribute of each module for a function of
+    # its own: it would compile every layer separately, and give up after the eighth.
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         summed: torch.Tensor = _Leave.apply(F.linear(states, self.weight))
         return summed if self.bias is None else summed + self.bias
@@ -330,12 +286,11 @@ _LINEAR = (
     {"weight": BY_COLUMNS},
     {"weight": BY_COLUMNS, "bias": ""},
 )
-"""Supported splits of a linear layer: by outputs (rows) or by inputs (columns)."""
+"""Supported splits: by outputs (rows) or by inputs (columns)."""
 
 
 def over_ranks(tensor: torch.Tensor, how: str = "sum", group: Any = None) -> torch.Tensor:
-    """All-reduce over the ranks of a group (default: all ranks), a sum or the operation `how`; the
-    result has the same bits on each rank."""
+    """All-reduce; the result has the same bits on each rank."""
     reduced = collectives.all_reduce(tensor.contiguous(), how, group or dist.group.WORLD)
     return collectives.wait_tensor(reduced)  # type: ignore[no-any-return]
 
@@ -365,8 +320,7 @@ class _Leave(torch.autograd.Function):
 
 
 def enter(tensor: torch.Tensor) -> torch.Tensor:
-    """Mark where ranks start to use an equal `tensor` differently; its gradient is summed over
-    ranks."""
+    """Mark where ranks start to use an equal `tensor` differently."""
     entered: torch.Tensor = _Enter.apply(tensor)
     return entered
 
@@ -374,8 +328,7 @@ def enter(tensor: torch.Tensor) -> torch.Tensor:
 def _enter_region(
     region: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Forward pre-hook of a region of transformers. Its input is the first argument or
-    `hidden_states`."""
+    # transformers passes a region's input as the first argument or as `hidden_states`.
     if args:
         return (enter(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": enter(kwargs["hidden_states"])}
@@ -399,8 +352,7 @@ def _look_up(
 def _whole_logits(
     forward: Callable[[torch.Tensor], torch.Tensor], rows: Vocabulary, hidden: torch.Tensor
 ) -> torch.Tensor:
-    """Logits of all ranks, for the model's own forward pass. Training never holds them
-    (`policy/logprobs.py`)."""
+    """Logits of all ranks, for the model's own forward pass only."""
     logits = forward(hidden)
     # Each rank fills its columns and the sum joins them.
     whole = logits.new_zeros(*logits.shape[:-1], rows.whole)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from atropos_common.broadcast.transfer import SLOTS, Chunk, SentTensor, chunks, place
 from atropos_common.protocol.strided import contiguous
 from trainer_core.errors import UsageError
-from trainer_core.policy.checkpoint_layout import Spot, checkpoint_layout, view_of
+from trainer_core.policy.load import Spot, checkpoint_layout, view_of
 from trainer_core.policy.sharding import local, row_bounds
 
 CHUNK_BYTES = 256 << 20

@@ -40,13 +40,13 @@ from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.policy.load import (
     ANOTHER_MODE,
     attach_views,
-    copy_weights,
     differences,
     empty_model,
     load_config,
     load_model,
 )
 from trainer_core.policy.logprobs import sequence_logprobs
+from trainer_core.policy.sharding import copy_weights
 from trainer_core.policy.tensor_parallel import TensorParallel, own_part, parallel_of
 from trainer_core.ranks.world import ALONE, World
 from trainer_core.server.client import ServerClient
