@@ -27,8 +27,14 @@ from atropos_common.system.run_dir import RunDir
 from trainer_core.config import TrainingConfig, flag, validate
 from trainer_core.errors import RankGone, Stopped, TrainerError, UsageError
 from trainer_core.foreign_names import suggestion
-from trainer_core.ranks.identity import GONE_CODE, own_rank, rank_count, restore_master, write_code
-from trainer_core.ranks.world import on_every_rank
+from trainer_core.ranks.world import (
+    GONE_CODE,
+    on_every_rank,
+    own_rank,
+    rank_count,
+    restore_master,
+    write_code,
+)
 
 if TYPE_CHECKING:
     from trainer_core.checkpoints.checkpoint import StartingPoint

@@ -72,8 +72,7 @@ from trainer_core.policy.speed import (
 )
 from trainer_core.probe import LogprobProbe, explain
 from trainer_core.ranks.group import join
-from trainer_core.ranks.identity import SEEN_S, speaks_for_node
-from trainer_core.ranks.world import ALONE, World
+from trainer_core.ranks.world import ALONE, SEEN_S, World, speaks_for_node
 from trainer_core.report import (
     BenchmarkTotals,
     MfuMeter,

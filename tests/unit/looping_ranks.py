@@ -16,8 +16,7 @@ from tests.unit.trainer_offline import group_of, offline_config
 from trainer_core import Stopped, train
 from trainer_core.callbacks import Callback
 from trainer_core.errors import ApiError, RankGone, TrainerError
-from trainer_core.ranks.identity import own_rank
-from trainer_core.ranks.world import on_every_rank
+from trainer_core.ranks.world import on_every_rank, own_rank
 from trainer_core.report import StepReport
 
 

@@ -425,7 +425,7 @@ def test_a_restart_that_fails_or_stands_still_says_so(
     with pytest.raises(Stopped):
         ask(tmp_path, stop).restart("x")
     with pytest.raises(
-        UsageError, match=r"this run has no engine there. Its engines: vllm at 9001, other at 9002"
+        UsageError, match=r"this run has no engine there. Engines: vllm at 9001, other at 9002"
     ):
         ask(tmp_path, vllm_port=9003).restart("x")
 

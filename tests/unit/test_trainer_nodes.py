@@ -29,12 +29,12 @@ from tests.unit.trainer_offline import STEPS, group_of, offline_config, write_li
 from trainer_core import train
 from trainer_core.__main__ import main
 from trainer_core.errors import UsageError
-from trainer_core.ranks import (
+from trainer_core.ranks import launch
+from trainer_core.ranks.world import (
     ENV_FIRST_RANK,
     ENV_MEETING,
     ENV_RANKS,
     keep_master,
-    launch,
     meet_nodes,
     node_address,
     restore_master,
@@ -162,7 +162,7 @@ def test_nodes_of_this_start_meet_whatever_an_earlier_one_left(
     found: dict[int, tuple[str, ...]] = {}
     names = (ENV_MEETING, ENV_FIRST_RANK, ENV_RANKS)
     program = (
-        "import os, sys; from trainer_core.ranks.identity import meet_nodes; meet_nodes(1, 2, 3); "
+        "import os, sys; from trainer_core.ranks.world import meet_nodes; meet_nodes(1, 2, 3); "
     )
     program += f"print(*(os.environ[name] for name in {names}))"
     other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from atropos_common.system.run_dir import ENV_NODE_ADDRESS
-from trainer_core.ranks.identity import ENV_MEETING
+from trainer_core.ranks.world import ENV_MEETING
 from trainer_core.weight_sync.orders import (
     FIRST_WORD,
     SECRET_BYTES,

@@ -22,7 +22,7 @@ from tests.unit.ranks import run_ranks
 from tests.unit.trainer_offline import STEPS, group_of, offline_config, write_lines
 from trainer_core import train
 from trainer_core.__main__ import main
-from trainer_core.ranks.identity import GONE_CODE
+from trainer_core.ranks.world import GONE_CODE
 from trainer_core.rollouts.packing import assign_rows, pack, rows_at
 
 LIMIT_S = 10.0

@@ -17,8 +17,7 @@ import trainer_core.ranks.group
 from tests.unit.ranks import run_ranks
 from trainer_core.errors import EngineGone, RankGone, TrainerError, UsageError
 from trainer_core.ranks.group import join
-from trainer_core.ranks.identity import GONE_CODE, meeting_place
-from trainer_core.ranks.world import ALONE, World
+from trainer_core.ranks.world import ALONE, GONE_CODE, World, meeting_place
 
 LIMIT_S = 10.0
 """In this time all know that a rank has ended."""

@@ -1,1 +1,1 @@
-"""Ranks of a distributed trainer: launch, identity, process group, world, context parallelism."""
+"""Ranks of a distributed trainer: launch, world, process group, context parallelism."""

@@ -1,12 +1,8 @@
-"""Context parallelism (Ulysses) for rows too long for one GPU: neighbouring ranks have the same
-row, and each computes a part of its tokens.
+"""Context parallelism (Ulysses): neighbouring ranks share a row, each computing some of its tokens.
 
-Every operation of a layer except attention works on each token alone, so a part needs no other. For
-attention, an all-to-all gives each rank all tokens of its share of the heads; a second one returns
-the results. Key heads are repeated if there are fewer of them than ranks. A label belongs to the
-rank that has the token before it. Scores are gathered afterwards, so each rank computes the loss of
-the whole row. Each rank's gradient covers its own tokens; FSDP adds them up as it does for other
-rows.
+Only attention needs other tokens. An all-to-all gives each rank all tokens of its share of the
+heads, and a second one returns the results. Scores are gathered, so each rank computes the loss of
+the whole row; FSDP adds the gradients of its own tokens.
 """
 
 from __future__ import annotations
@@ -24,19 +20,18 @@ from trainer_core.rollouts.packing import PackedRow
 
 
 class RowPart(NamedTuple):
-    """One rank's part of a row of N tokens: n on each rank, with padding after the last token."""
+    """One rank's n tokens of a row, padded after the last token."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
-    """Token ids and positions, both [n] int64."""
     lengths: tuple[int, ...]
-    """Lengths of all sequences of the row; padding counts as one more sequence."""
+    """Sequence lengths of the whole row; padding counts as one more."""
     predict: torch.Tensor
-    """Indices of the predicting tokens, relative to the first token of this part."""
+    """Predicting tokens, from the first token of this part."""
     labels: slice
     """The row's labels that this rank predicts."""
     experts: torch.Tensor | None = None
-    """Recorded experts, [n, sparse layers, K]; -1 for padding."""
+    """[n, sparse layers, K]; -1 for padding."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +39,13 @@ class Context:
     """The ranks that share rows with this one."""
 
     group: Any
-    """torch's process group."""
     rank: int
     size: int
 
     def part(self, row: PackedRow) -> RowPart:
-        """Return this rank's part of `row`; all ranks of the group have the same row."""
+        """Return this rank's part of `row`, which all ranks of the group have."""
         count = len(row.tokens)
-        each = -(-count // self.size)
+        each = -(-count // self.size)  # rounded up
         # Every rank needs the same number of tokens, so the row is padded at its end.
         beyond = each * self.size - count
         lengths = (*row.lengths, beyond) if beyond else row.lengths
@@ -61,25 +55,21 @@ class Context:
         # Labels are in token order, so each rank's labels are one contiguous slice.
         starts = torch.searchsorted(row.predict, bounds).tolist()
         labels = list(map(slice, starts, starts[1:]))[self.rank]
-        return RowPart(
-            torch.cat([row.tokens, torch.zeros_like(padding)])[own],
-            torch.cat([row.positions, padding])[own],
-            lengths,
-            row.predict[labels] - self.rank * each,
-            labels,
-            None
-            if row.experts is None
-            else F.pad(row.experts, (0, 0, 0, 0, 0, beyond), value=-1)[own],
-        )
+        tokens = torch.cat([row.tokens, torch.zeros_like(padding)])[own]
+        positions = torch.cat([row.positions, padding])[own]
+        predict = row.predict[labels] - self.rank * each
+        experts = row.experts
+        if experts is not None:
+            experts = F.pad(experts, (0, 0, 0, 0, 0, beyond), value=-1)[own]
+        return RowPart(tokens, positions, lengths, predict, labels, experts)
 
     def tokens_of(self, count: int) -> slice:
-        """Return the slice of `count` tokens that this rank has."""
+        """Return which of `count` tokens this rank has."""
         each = -(-count // self.size)
         return slice(min(self.rank * each, count), min((self.rank + 1) * each, count))
 
     def whole(self, own: torch.Tensor, where: slice, count: int) -> torch.Tensor:
-        """Assemble [count, ...] of the row from each rank's part; `own` is this rank's, at `where`.
-        Backward returns each rank's slice of the gradient."""
+        """Assemble the row, [count, ...], from `own` at `where` on each rank."""
         found: torch.Tensor = _Whole.apply(own, where, count, self.group)
         return found
 
@@ -90,8 +80,9 @@ class Context:
         value: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Exchange all heads of this rank's tokens for this rank's heads of all tokens; each [1,
-        heads, tokens, head_dim].
+        """Exchange all heads of this rank's tokens for its share of the heads of all tokens.
+
+        Each is [1, heads, tokens, head_dim].
 
         Raises:
             ValueError: the heads cannot be divided evenly.
@@ -111,8 +102,7 @@ class Context:
         return query, key, value, sinks
 
     def tokens(self, result: torch.Tensor) -> torch.Tensor:
-        """Exchange this rank's heads of all tokens for all heads of its tokens; [1, tokens, heads,
-        head_dim]."""
+        """Exchange back to all heads of this rank's tokens; [1, tokens, heads, head_dim]."""
         # [1, T, H/P, D] -> P parts [T/P, H/P, D] -> [1, T/P, H, D], for P ranks.
         _, count, heads, width = result.shape
         parts = self._exchange(result.reshape(self.size, count // self.size, heads, width))
@@ -146,6 +136,6 @@ class _Whole(torch.autograd.Function):
 
 
 def context_of(model: nn.Module) -> Context | None:
-    """Return the ranks with which `model` shares rows; None if it shares none."""
+    """Return the ranks with which `model` shares rows, if any."""
     found: Context | None = getattr(model, "context", None)
     return found

@@ -1,11 +1,7 @@
 """Several ranks of one trainer: meeting, collectives, and detection of a dead rank.
 
-The ranks meet in a private folder instead of torchrun's TCP store, so that other users cannot join.
-The folder holds a shared secret; pickled values travel over the network with a MAC made from it and
-are verified before unpickling. Waiting for rank 0 has no timeout, since a batch may take hours. A
-watch thread detects the end of ranks on this node by their process, and on other nodes by files in
-the folder. It ends this process if the main thread is stuck in a collective that can no longer
-finish.
+The ranks meet in a private folder with a shared secret, so that other users cannot join. Pickled
+values carry a MAC, verified before unpickling.
 """
 
 from __future__ import annotations
@@ -39,44 +35,44 @@ from atropos_common.system.files import write_private
 from atropos_common.system.parent_death import die_with_parent
 from trainer_core.errors import RankGone, Stopped, TrainerError, UsageError
 from trainer_core.ranks.context_parallel import Context
-from trainer_core.ranks.identity import (
+from trainer_core.ranks.world import (
+    ALONE,
     GONE_CODE,
+    KNOWN,
     SEEN_S,
+    World,
     first_rank,
     leave_word,
     meeting_place,
     node_address,
+    on_every_rank,
     on_several_nodes,
     own_rank,
     rank_count,
 )
-from trainer_core.ranks.world import ALONE, KNOWN, World, on_every_rank
 
 T = TypeVar("T")
 
 EVER_S = 365 * 86_400.0
-"""Timeout in seconds for waiting on rank 0, which waits for rollouts."""
+"""Timeout in seconds for rank 0, which may wait hours for rollouts."""
 POLL_S = 0.5
-"""Seconds between two checks for failed ranks."""
+"""Seconds between checks for failed ranks."""
 GRACE_S = 3.0
-"""Seconds that this rank has to leave by itself after another one has ended."""
+"""Seconds for this rank to leave after another one has ended."""
+# Its cleanup may send the rest of a tracker's data.
 LEAVING_S = 30.0
-"""More seconds for its cleanup, such as sending the rest of a tracker's data."""
 
 
 def join(device: torch.device, timeout_s: float, stop: threading.Event | None = None) -> World:
-    """Connect this rank to all others; return `ALONE` if torchrun started only one.
+    """Connect this rank to all others; return `ALONE` if there is one.
 
     Args:
-        device: device type of the ranks; on GPUs each rank makes its own the current device.
-        timeout_s: timeout in seconds of the model's collectives.
+        timeout_s: of the model's collectives.
         stop: ends the wait for the other ranks.
 
     Raises:
-        UsageError: ranks on several nodes were not started by `trainer_core.ranks.launch`, or the
-        meeting
-            folder belongs to another user.
-        Stopped: `stop` was set during the wait.
+        UsageError: the nodes were started another way, or the folder belongs to another user.
+        Stopped: `stop` was set.
         RankGone: a rank has ended, or did not arrive.
     """
     return ALONE if rank_count() == 1 else Ranks(device, timeout_s, stop or threading.Event())
@@ -88,11 +84,9 @@ class Ranks(World):
     def __init__(self, device: torch.device, timeout_s: float, stop: threading.Event) -> None:
         super().__init__()
         self.rank, self.size = own_rank(), rank_count()
-        # torchrun on several nodes makes these differ; `launch.py` starts one torchrun per node
-        # instead.
-        if os.environ.get("WORLD_SIZE") != os.environ.get(
-            "LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE")
-        ):
+        # torchrun on several nodes makes these differ; `launch.py` starts one for each node.
+        count = os.environ.get("WORLD_SIZE")
+        if os.environ.get("LOCAL_WORLD_SIZE", count) != count:
             raise UsageError(
                 "ranks on several nodes: start trainer_core.ranks.launch on each, with --nnodes "
                 "and --node-rank"
@@ -120,14 +114,12 @@ class Ranks(World):
             self._raise_cause(error)
 
     def _meet(self, stop: threading.Event) -> bytes:
-        """Wait for all ranks, start the watch thread, and return the shared secret."""
         if self.rank == 0:
             write_private(self._folder / "secret", secrets.token_hex(SECRET_BYTES))
         # After the secret: a pid file tells the others that everything before it is in place.
         write_private(self._folder / f"pid.{self.rank}", f"{first_rank()} {os.getpid()}")
-        pids = {
-            rank: self._folder / f"pid.{rank}" for rank in range(self.size) if rank != self.rank
-        }
+        others = (rank for rank in range(self.size) if rank != self.rank)
+        pids = {rank: self._folder / f"pid.{rank}" for rank in others}
         while not set(pids.values()) <= set(self._folder.iterdir()):
             # No timeout: rank 0 may take long to start.
             if stop.wait(0.02):
@@ -142,8 +134,7 @@ class Ranks(World):
         return bytes.fromhex((self._folder / "secret").read_text())
 
     def _connect(self, device: torch.device, limit: timedelta, secret: bytes) -> None:
-        # Two groups: `_control` for pickled values without a timeout, torch's own for tensors with
-        # one.
+        # `_control` is for pickled values and has no timeout; torch's own group, for tensors, has.
         store = dist.FileStore(str(self._folder / "store"), self.size)
         store.set_timeout(limit)
         self._sealed = SealedStore(store, secret, limit)
@@ -188,8 +179,7 @@ class Ranks(World):
         else:
             try:
                 done, value = True, make()
-                # Inside the `try`: a value that cannot be pickled must raise on all ranks, or they
-                # wait forever.
+                # Inside the `try`: a value that cannot be pickled must raise on all ranks.
                 message = pickle.dumps((True, value), protocol=5)
             except Exception as error:
                 done, value = False, error
@@ -244,9 +234,8 @@ class Ranks(World):
     def close(self, error: BaseException | None = None) -> None:
         known = error is None or self.known(error)
         # Before the connections close, so that the others find the reason when theirs break.
-        (self._folder / f"left.{self.rank}").write_text(
-            "" if known or error is None else first_line(error)
-        )
+        reason = "" if known or error is None else first_line(error)
+        (self._folder / f"left.{self.rank}").write_text(reason)
         self._leaving.set()
         self._closed.set()
         if known:
@@ -292,9 +281,7 @@ class Ranks(World):
     def _verified(self, rank: int, signed: torch.Tensor) -> bytes:
         mac, message = bytes(signed[:MAC_BYTES].numpy()), bytes(signed[MAC_BYTES:].numpy())
         if not hmac.compare_digest(mac, self._sealed.mac(f"{self._message} by {rank}", message)):
-            raise RankGone(
-                f"a message in the name of rank {rank} has a wrong MAC: another process sent it"
-            )
+            raise RankGone(f"a message of rank {rank} has a wrong MAC: another process sent it")
         return message
 
     def _reduced(self, tensor: torch.Tensor, how: Any, group: Any = None) -> torch.Tensor:
@@ -305,13 +292,13 @@ class Ranks(World):
         return tensor
 
     def _raise_cause(self, error: RuntimeError) -> NoReturn:
-        """Raise `RankGone` if the end of another rank explains `error`, else `error`."""
+        """Raise `RankGone` if another rank's end explains `error`, else `error`."""
         # Connections close before the process ends, so the watch thread may need a moment.
         self.check(patience_s=SEEN_S)
         raise error
 
     def _watch(self, pids: dict[int, int | None]) -> None:
-        """Detect the end of another rank, and end this process if it does not leave by itself.
+        """End this process if another rank has ended and this one does not leave.
 
         Args:
             pids: process id by rank; None for a rank on another node.
@@ -319,8 +306,7 @@ class Ranks(World):
         running = {}
         for rank, pid in pids.items():
             try:
-                # A pidfd becomes readable when the process ends, and cannot mean a reused process
-                # id.
+                # A pidfd becomes readable when the process ends, and never means a reused id.
                 running[rank] = None if pid is None else os.pidfd_open(pid)
             except ProcessLookupError:
                 self._lost = self._reason_of_end(rank, ended=True)
@@ -331,10 +317,8 @@ class Ranks(World):
         while not self._lost and not self._leaving.is_set():
             ended = {descriptor for descriptor, _ in poll.poll(POLL_S * 1000)}
             self._forward_stop()
-            reasons = [
-                self._reason_of_end(rank, ended=descriptor in ended)
-                for rank, descriptor in running.items()
-            ]
+            each = running.items()
+            reasons = [self._reason_of_end(rank, ended=pidfd in ended) for rank, pidfd in each]
             self._lost = next(filter(None, reasons), "")
         for descriptor in here.values():
             os.close(descriptor)
@@ -342,16 +326,13 @@ class Ranks(World):
             # The main thread is leaving by itself; give it time for its cleanup.
             if self._leaving.wait(GRACE_S) and self._closed.wait(LEAVING_S):
                 return
-            print(
-                f"error: {self._lost}. Rank {self.rank} cannot go on without it and exits",
-                file=sys.stderr,
-                flush=True,
-            )
+            exits = f"error: {self._lost}. Rank {self.rank} cannot go on without it and exits"
+            print(exits, file=sys.stderr, flush=True)
             # The main thread hangs in a collective, so no exception can reach it.
             os._exit(GONE_CODE)
 
     def _forward_stop(self) -> None:
-        """Pass a stop request on another node to rank 0, which alone ends the steps."""
+        """Pass a stop on another node to rank 0, which alone ends the steps."""
         request = self._folder / "stop"
         if self.rank and self._stop.is_set():
             request.touch()
@@ -359,7 +340,7 @@ class Ranks(World):
             self._stop.set()
 
     def _reason_of_end(self, rank: int, *, ended: bool) -> str:
-        """Describe why another rank ended; "" if it runs or has left together with all others."""
+        # A reason is empty if the rank has left together with all others.
         path = self._folder / f"left.{rank}"
         try:
             # A network file system may cache that a name was missing, so list the folder first.
@@ -376,7 +357,7 @@ class Ranks(World):
 
 
 class Dealt(World):
-    """One rank of each set that shares rows: the one with this rank's place in its set."""
+    """One rank of each set that shares rows: those with this rank's place in their set."""
 
     def __init__(self, all_ranks: Ranks, group: Any, context: int) -> None:
         super().__init__()
@@ -395,7 +376,7 @@ class Dealt(World):
 
 
 def _portable(error: BaseException) -> BaseException:
-    """Return `error` if it can be pickled, else a close type with the same message."""
+    """Return `error`, or a close type with its message if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -3,13 +3,12 @@
     python -m trainer_core.ranks.launch 4 --model-name DIR --training-steps 60 ...
     python -m trainer_core.ranks.launch --nnodes 2 --node-rank 1 4 --model-name DIR ...
 
-torchrun starts the ranks, watches them, forwards signals and ends the others when one fails; it
-never restarts them. Its own exit code is 1 whatever the ranks return. This program exits with the
-code of rank 0 if all ranks left together, else with 1, and its last line names the rank that ended
-first.
+torchrun starts the ranks and ends all when one fails. Its own exit code is always 1; this program
+exits with the code of rank 0 if all ranks left together, else with 1. Its last line names the rank
+that ended first.
 
-On several nodes, run this program on each with the same arguments except `--node-rank`; each node
-has a torchrun of its own. All nodes share a folder (ATROPOS_RANKS_DIR).
+On several nodes, run it on each with its own `--node-rank`. All nodes share a folder
+(ATROPOS_RANKS_DIR).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainer_core.errors import UsageError
-from trainer_core.ranks.identity import (
+from trainer_core.ranks.world import (
     CODE,
     GONE_CODE,
     LAUNCHED,
@@ -42,22 +41,22 @@ from trainer_core.ranks.identity import (
     read_code,
 )
 
+# Long: a rank writes a checkpoint first, and the caller has a timeout of its own.
 LONGEST_STOP_S = 86_400
-"""Seconds that torchrun waits for ranks after a stop: a rank writes a checkpoint first, and the
-caller has a timeout of its own."""
+"""Seconds that torchrun waits for ranks after a stop."""
 FAR_S = 5.0
-"""Seconds that a file of rank 0 on another node may take to appear here."""
+"""Seconds for rank 0's file on another node to appear here."""
+# Rare, because the file only grows.
 SLOW_BEAT_S = 3600
-"""Seconds between heartbeats in torchrun's file, which only grows."""
+"""Seconds between heartbeats in torchrun's file."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the ranks of this node and return the exit code."""
     options = _parser().parse_args(argv)
     # torchrun's default of 1 thread would leave a trainer on a CPU with idle cores.
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // options.ranks))
-    )
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.ranks)))
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # `_end` reports failures
     if options.nnodes > 1:
         try:
@@ -117,7 +116,7 @@ def _config(count: int, file: str) -> LaunchConfig:
 
 
 def _end(folder: Path, failures: Mapping[int, ProcessFailure]) -> int:
-    """Report the rank that ended first and how; return the exit code."""
+    """Report which rank ended first and how; return the exit code."""
     # Ranks that left because another was gone are consequences, not the cause.
     codes = {rank: each.exitcode for rank, each in failures.items() if each.exitcode != GONE_CODE}
     # A negative exit code is the number of the signal that killed the process.
@@ -140,7 +139,6 @@ def _end(folder: Path, failures: Mapping[int, ProcessFailure]) -> int:
 
 
 def _rank_0_has_reported(folder: Path, codes: set[int]) -> bool:
-    """Return True if rank 0, on another node, ended with the same code and has reported it."""
     until = time.monotonic() + (FAR_S if first_rank() else 0)
     while folder / CODE not in set(folder.iterdir()) and time.monotonic() < until:
         time.sleep(0.05)

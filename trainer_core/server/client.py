@@ -1,4 +1,4 @@
-"""Client of the inference server's routes. Every request carries the run's token."""
+"""Client of the inference server's routes; every request carries the run's token."""
 
 from __future__ import annotations
 
@@ -40,28 +40,26 @@ from atropos_common.system.run_dir import ENV_TOKEN
 from trainer_core.errors import EngineError, EngineGone
 
 AWAY_S = 1.0
-"""Timeout in seconds for a server that was given up as hanging."""
+"""Timeout in seconds for a server that hangs."""
 
 
 @dataclass(frozen=True)
 class GeneratedTokens:
-    """T generated tokens and their logprobs in nats."""
+    """Generated tokens and their logprobs in nats."""
 
     token_ids: list[int]
     logprobs: list[float]
     cached_tokens: int | None = None
-    """Prompt tokens from the prefix cache; None if the server does not report it."""
+    """Prompt tokens from the prefix cache."""
     experts: NDArray[np.int16] | None = None
-    """Chosen experts of prompt and answer, as `Rollout.experts`; None: not requested, or
-    unknown."""
+    """Chosen experts of prompt and answer, as `Rollout.experts`."""
 
 
 class ServerClient:
-    """Client of one inference server. Safe to share between threads.
+    """Client of one inference server; threads may share it.
 
     Raises (every method):
-        EngineGone: the server does not answer or fails (HTTP 5xx): it shuts down, its engine is
-            dead, or it is another one than `instance`.
+        EngineGone: no answer, HTTP 5xx, or another server than `instance` answers.
         EngineError: the server refuses the request itself.
     """
 
@@ -76,10 +74,8 @@ class ServerClient:
         token = os.environ.get(ENV_TOKEN, "") if token is None else token
         headers = {TOKEN_HEADER: token} if token else {}
         self.base_url = base_url.rstrip("/")
-        self.instance: str | None = None
-        """Id of the only server that may answer; None: any."""
-        self.away = False
-        """The server was given up as hanging: the timeout is `AWAY_S`."""
+        self.instance: str | None = None  # the only server that may answer; None: any
+        self.away = False  # given up as hanging
         self._timeout_s = timeout_s
         # The server lets only the holder of a pause end it.
         self._holder = uuid.uuid4().hex
@@ -115,72 +111,65 @@ class ServerClient:
         in_flight: InFlight = "keep",
         wait_s: float = 30.0,
     ) -> BridgeInfo:
-        """Stop generation as in `PauseRequest`; `dirty` before writing weights."""
+        """Stop generation, as in `PauseRequest`; `dirty` before writing weights."""
         request = PauseRequest(
             lease_s=lease_s, dirty=dirty, in_flight=in_flight, wait_s=wait_s, holder=self._holder
         )
         return _parse(BridgeInfo, self._call("POST", "/bridge/pause", request, more_s=wait_s))
 
     def resume(self, weight_version: int) -> BridgeInfo:
-        """Resume with the current weights: resets the prefix cache and ends the hold."""
+        """Reset the prefix cache and generate with the current weights."""
         request = ResumeRequest(weight_version=weight_version, holder=self._holder)
         return _parse(BridgeInfo, self._call("POST", "/bridge/resume", request))
 
     def versions(self, digests: list[str]) -> list[tuple[int, int] | None]:
-        """Oldest and newest weight version of each completion; None if unknown."""
+        """Return the oldest and newest weight version of each completion."""
         answer = self._call("POST", "/bridge/versions", VersionsRequest(digests=digests))
         return _parse(VersionsResponse, answer).versions
 
     def logprobs(
         self, prompts: list[str], completions: list[list[int]]
     ) -> list[KnownLogprobs | None]:
-        """Logprobs recorded with each completion, as in `LogprobsRequest`; None if unknown."""
-        answer = self._call(
-            "POST", "/bridge/logprobs", LogprobsRequest(prompts=prompts, completions=completions)
-        )
-        return _parse(LogprobsResponse, answer).found
+        """Return the logprobs recorded with each completion."""
+        request = LogprobsRequest(prompts=prompts, completions=completions)
+        return _parse(LogprobsResponse, self._call("POST", "/bridge/logprobs", request)).found
 
     def routing(
         self, prompts: list[str], completions: list[list[int]], starts: list[int]
     ) -> list[NDArray[Any] | None]:
-        """Recorded experts of each completion, as in `RoutingRequest`; None if unknown."""
+        """Return the recorded experts of each completion."""
         request = RoutingRequest(prompts=prompts, completions=completions, starts=starts)
         found = _parse(RoutingResponse, self._call("POST", "/bridge/routing", request)).found
+
+        def decoded(one: Any) -> NDArray[Any]:
+            raw = np.frombuffer(base64.b64decode(one.data), "<u2" if one.wide else "u1")
+            return raw.reshape(one.shape)
+
         try:
-            return [
-                None
-                if each is None
-                else np.frombuffer(
-                    base64.b64decode(each.data), "<u2" if each.wide else "u1"
-                ).reshape(each.shape)
-                for each in found
-            ]
+            return [None if one is None else decoded(one) for one in found]
         except ValueError as error:
-            raise EngineError(
-                f"{self.base_url}/bridge/routing: malformed answer ({error})"
-            ) from None
+            where = f"{self.base_url}/bridge/routing"
+            raise EngineError(f"{where}: malformed answer ({error})") from None
 
     def join_transfer(self, request: TransferInit) -> BridgeInfo:
-        """Make every worker join the trainer's process group; wait for it."""
-        return _parse(
-            BridgeInfo,
-            self._call("POST", "/bridge/transfer/init", request, more_s=request.timeout_s),
-        )
+        """Make every worker join the trainer's process group."""
+        more_s = request.timeout_s
+        answer = self._call("POST", "/bridge/transfer/init", request, more_s=more_s)
+        return _parse(BridgeInfo, answer)
 
     def receive(self, request: TransferUpdate) -> TransferReport:
-        """Receive the group's broadcast and serve those weights; wait for it."""
+        """Receive the group's broadcast and serve those weights."""
         more_s = request.wait_s + request.timeout_s
-        return _parse(
-            TransferReport, self._call("POST", "/bridge/transfer/update", request, more_s=more_s)
-        )
+        answer = self._call("POST", "/bridge/transfer/update", request, more_s=more_s)
+        return _parse(TransferReport, answer)
 
     def load_weights(self, request: LoadWeightsRequest) -> WeightsLoaded:
-        """Serve the weights in a folder, now or from the next start on; wait for it."""
+        """Serve the weights in a folder, now or from the next start on."""
         more_s = request.wait_s + request.lease_s
         return _parse(WeightsLoaded, self._call("POST", "/bridge/load", request, more_s=more_s))
 
     def load_adapter(self, path: str, weight_version: int) -> AdapterInfo:
-        """Serve the LoRA adapter in `path` as `weight_version` from the next request on."""
+        """Serve the LoRA adapter in `path` from the next request on."""
         request = LoadAdapterRequest(path=path, weight_version=weight_version)
         return _parse(AdapterInfo, self._call("POST", "/lora/load", request))
 
@@ -195,8 +184,7 @@ class ServerClient:
         temperature: float = 1.0,
         salt: str | None = None,
     ) -> GeneratedTokens:
-        """Decode exactly `max_tokens` tokens after the token ids `prompt`; a new `salt` bypasses
-        the prefix cache."""
+        """Decode exactly `max_tokens` tokens; a new `salt` bypasses the prefix cache."""
         request = {
             "prompt": {"prompt_token_ids": prompt, "cache_salt": salt},
             "max_tokens": max_tokens,
@@ -211,10 +199,8 @@ class ServerClient:
             ids, logprobs = [int(token) for token, _ in steps], [float(value) for _, value in steps]
             return GeneratedTokens(ids, logprobs, (answer.get("cached_tokens") or [None])[0])
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, StopIteration):
-            raise EngineError(
-                f"{self.base_url}/generate answers without logprobs. fix: serve with python "
-                f"-m vllm_server"
-            ) from None
+            what = f"{self.base_url}/generate answers without logprobs"
+            raise EngineError(f"{what}. fix: serve with python -m vllm_server") from None
 
     def close(self) -> None:
         self._http.close()
@@ -224,42 +210,33 @@ class ServerClient:
         payload = body.model_dump() if hasattr(body, "model_dump") else body
         limit_s = AWAY_S if self.away else self._timeout_s + more_s
         headers = {INSTANCE_HEADER: self.instance} if self.instance else {}
+        more: dict[str, Any] = {"json": payload, "headers": headers, "timeout": limit_s}
         try:
-            response = self._http.request(
-                method, path, json=payload, headers=headers, timeout=limit_s
-            )
+            response = self._http.request(method, path, **more)
         except httpx.TransportError as error:
             detail = str(error) or type(error).__name__
             raise EngineGone(
                 f"the inference server at {self.base_url} does not answer {path} ({detail})"
             ) from None
-        if response.status_code >= 400:
-            what = (
-                f"{self.base_url}{path}: HTTP {response.status_code} "
-                f"{_error_text(response)}{_hint(response)}"
-            )
+        if (status := response.status_code) >= 400:
+            what = f"{self.base_url}{path}: HTTP {status} {_error_text(response)}{_hint(response)}"
             # 5xx may pass, so callers retry it; 4xx is our own mistake.
-            raise (
-                EngineGone(what, answered=True)
-                if response.status_code >= 500
-                else EngineError(what)
-            )
+            raise EngineGone(what, answered=True) if status >= 500 else EngineError(what)
         try:
             return response.json()
         except ValueError:
-            raise EngineError(
-                f"{self.base_url}{path} does not answer JSON. fix: serve with python -m vllm_server"
-            ) from None
+            what = f"{self.base_url}{path} does not answer JSON"
+            raise EngineError(f"{what}. fix: serve with python -m vllm_server") from None
 
 
 @dataclass(frozen=True)
 class EngineUse:
-    """Use of the engines over a time span, by their own counts; shares from 0 to 1."""
+    """Use of the engines over a time span; shares from 0 to 1."""
 
     idle: float | None = None
-    """Share of the time without a completion request; mean over the servers that report it."""
+    """Share of the time without a completion request, mean over servers."""
     capacity: float | None = None
-    """Tokens per second divided by the servers' maximum; None if no server knows its maximum."""
+    """Tokens per second divided by the servers' maximum."""
 
 
 UNKNOWN_USE = EngineUse()
@@ -273,8 +250,7 @@ class EngineMeter:
         self._before: tuple[float, list[BridgeInfo | None]] = (0.0, [])
 
     def measure(self) -> EngineUse:
-        """Use since the last call; unknown at the first call, and for servers that restarted
-        since."""
+        """Return the use since the last call, by servers that have not restarted."""
         at, infos = time.monotonic(), [self._info_or_none(server) for server in self._servers]
         (before_at, before), self._before = self._before, (at, infos)
         pairs = [
@@ -308,19 +284,16 @@ def _idle_share(pairs: Sequence[tuple[BridgeInfo, BridgeInfo]], seconds: float) 
 def _capacity_share(pairs: Sequence[tuple[BridgeInfo, BridgeInfo]], seconds: float) -> float | None:
     tokens = ceiling = 0.0
     for then, now in pairs:
-        if (
-            now.capacity_tokens_per_s
-            and now.generated_tokens is not None
-            and then.generated_tokens is not None
-        ):
-            tokens += now.generated_tokens - then.generated_tokens
+        before, after = then.generated_tokens, now.generated_tokens
+        if now.capacity_tokens_per_s and before is not None and after is not None:
+            tokens += after - before
             ceiling += now.capacity_tokens_per_s
     # The maximum is an estimate, so real speed may exceed it.
     return min(1.0, tokens / seconds / ceiling) if ceiling else None
 
 
 def _error_text(response: httpx.Response) -> str:
-    """Our servers' `error` field, or the start of another program's answer."""
+    """Return our servers' `error` field, or the start of another program's answer."""
     try:
         # `error` is a string in our servers and an object in vLLM's own errors.
         error = response.json()["error"]
@@ -341,6 +314,5 @@ def _parse(kind: Any, answer: Any) -> Any:
     try:
         return kind.model_validate(answer)
     except ValidationError as error:
-        raise EngineError(
-            f"unexpected answer, not a {kind.__name__}: {error.errors()[0]['msg']}"
-        ) from None
+        what = error.errors()[0]["msg"]
+        raise EngineError(f"unexpected answer, not a {kind.__name__}: {what}") from None

@@ -1,15 +1,3 @@
-"""Start and restart the inference server: through the supervisor, or else as a child of this
-trainer.
-
-    lifecycle = make_lifecycle(config, stop, flags=["--enable-lora"])
-    lifecycle.ensure() # without a supervisor: start one, unless one runs at vllm_port
-    lifecycle.restart("new adapter") # returns when the new one answers, on hold, with the base
-    model's weights
-    lifecycle.close()                  # end the processes started here
-
-A new server holds all requests until the trainer names its weight version.
-"""
-
 from __future__ import annotations
 
 import os
@@ -55,11 +43,11 @@ from trainer_core.server.client import ServerClient
 
 POLL_S = 0.1
 STATUS_EVERY_S = 1.0
-"""Seconds between two status requests to the supervisor."""
+"""Seconds between status requests to the supervisor."""
 ANSWER_S = 30.0
-"""Timeout in seconds of the supervisor's answers, which are immediate except under load."""
+"""Timeout in seconds of the supervisor's answers."""
 GRACE_S = 20.0
-"""Seconds from SIGTERM to SIGKILL; the server gives requests in flight two seconds."""
+"""Seconds from SIGTERM to SIGKILL."""
 TAIL_LINES = 12
 USAGE = 2
 """Exit code of a server that refuses its flags."""
@@ -76,12 +64,10 @@ def wait_for_server(
     meanwhile: tuple[type[Exception], ...] = (EngineGone,),
     coming: Callable[[], str | None] = lambda: None,
 ) -> T:
-    """Return the result of `ready` once it stops raising one of `meanwhile`; print each new reason
-    for waiting.
+    """Return the result of `ready` once it raises none of `meanwhile`; print reasons for waiting.
 
     Args:
-        coming: progress text of the supervisor ("vllm is starting"), or None if it does nothing.
-            The timeout is suspended meanwhile, because the supervisor has its own limits.
+        coming: progress text of the supervisor, which suspends the timeout.
 
     Raises:
         Exception: the last of `meanwhile`, after `timeout_s`.
@@ -89,7 +75,7 @@ def wait_for_server(
     """
     deadline = time.monotonic() + timeout_s
     requested_at = 0.0
-    printed = ""
+    printed = ""  # each reason is printed once
     while True:
         try:
             return ready()
@@ -98,7 +84,7 @@ def wait_for_server(
             if now - requested_at >= STATUS_EVERY_S:
                 requested_at = now
                 news = coming()
-                # The supervisor is working on it, so the timeout starts again.
+                # The supervisor is working on it under a limit of its own.
                 deadline = max(deadline, now + timeout_s) if news else deadline
                 reason = f"{news}: {error}" if news else str(error)
                 if reason != printed:
@@ -111,11 +97,11 @@ def wait_for_server(
 
 
 ON_ITS_WAY = (State.PENDING, State.STARTING, State.STOPPING, State.BACKOFF)
-"""States in which the supervisor is bringing an engine up."""
+"""States in which the supervisor brings an engine up."""
 
 
 class Supervised:
-    """A server that the supervisor owns; restarts are requests to the supervisor."""
+    """A server of the supervisor, which restarts it on request."""
 
     can_restart = True
 
@@ -128,20 +114,17 @@ class Supervised:
             base_url="http://supervisor", transport=transport, timeout=ANSWER_S, trust_env=False
         )
 
-    def ensure(self) -> None:
-        """Do nothing: the supervisor starts the server, also after a crash."""
+    def ensure(self) -> None: ...
 
     def coming(self) -> str | None:
-        """Describe how the supervisor brings up an engine that receives weights; None if it does
-        not, or does not answer."""
+        """Describe how the supervisor brings up an engine that receives weights, if it does."""
         # Other engines of the run get no weights from this trainer.
         ports = {urlsplit(url).port for url in self.config.engine_urls}
         with suppress(EngineGone, EngineError):
             for engine in self._engines():
                 if engine.port in ports and engine.state in ON_ITS_WAY:
-                    return f"{engine.name} is {engine.state}" + (
-                        f" ({engine.reason})" if engine.reason else ""
-                    )
+                    reason = f" ({engine.reason})" if engine.reason else ""
+                    return f"{engine.name} is {engine.state}{reason}"
         return None
 
     def restart(self, reason: str) -> None:
@@ -149,8 +132,7 @@ class Supervised:
 
         Raises:
             UsageError: the run has no engine at `vllm_port`.
-            EngineGone: the supervisor or the new server did not answer within `engine_timeout`, or
-                another command or a crash interrupted the restart. A server may still come back.
+            EngineGone: the restart failed or timed out; a server may still come back.
             EngineError: the supervisor refuses.
             Stopped: `stop` is set.
         """
@@ -164,51 +146,38 @@ class Supervised:
                 return
             if state.status == "failed":
                 self._pause()  # if the stack is shutting down, this trainer gets its stop now
-                raise EngineGone(
-                    f"the restart of {name} failed: {state.detail or 'see atropos-tui why ' + name}"
-                )
+                detail = state.detail or f"see atropos-tui why {name}"
+                raise EngineGone(f"the restart of {name} failed: {detail}")
             self._wait_until(deadline, f"the restart of {name} is not done")
 
     def close(self) -> None:
         self._http.close()
 
     def _component(self) -> ComponentStatus:
-        """The engine at `vllm_port`.
-
-        Raises:
-            UsageError: the run has no engine there.
-        """
         engines = self._engines()
         engine = next((c for c in engines if c.port == self.config.vllm_port), None)
         if engine is None:
             ports = ", ".join(f"{c.name} at {c.port}" for c in engines) or "none"
-            raise UsageError(
-                f"--vllm-port {self.config.vllm_port}: this run has no engine there. Its "
-                f"engines: {ports}"
-            )
+            port = self.config.vllm_port
+            raise UsageError(f"--vllm-port {port}: this run has no engine there. Engines: {ports}")
         return engine
 
     def _engines(self) -> list[ComponentStatus]:
-        return [
-            c
-            for c in self._request("GET", "/status", RunStatus).components
-            if c.role is Role.ENGINE
-        ]
+        components = self._request("GET", "/status", RunStatus).components
+        return [component for component in components if component.role is Role.ENGINE]
 
     def _submit(self, name: str, deadline: float) -> str:
-        """Submit the restart and return the command's id; wait while another command on the engine
-        runs."""
+        """Submit the restart, once no other command on the engine runs; return its id."""
         request = CommandRequest(action="restart", component=name, initiator="trainer")
         while True:
             try:
                 return self._request("POST", "/commands", Accepted, request).command_id
             except _Refused as refused:
+                what = f"the supervisor does not restart {name}: {refused}"
                 # 409: another command on the engine is running.
                 if refused.status != 409:
-                    raise EngineError(
-                        f"the supervisor does not restart {name}: {refused}"
-                    ) from None
-                self._wait_until(deadline, f"the supervisor does not restart {name}: {refused}")
+                    raise EngineError(what) from None
+                self._wait_until(deadline, what)
 
     def _wait_until(self, deadline: float, what: str) -> None:
         if time.monotonic() > deadline:
@@ -222,12 +191,10 @@ class Supervised:
     def _request(
         self, method: str, path: str, kind: type[Answer], body: BaseModel | None = None
     ) -> Answer:
-        """Send a request; raise _Refused for a refusal, EngineGone if the supervisor does not
-        answer."""
+        """Send a request; raise `_Refused`, or `EngineGone` without an answer."""
+        content = body.model_dump_json() if body else None
         try:
-            response = self._http.request(
-                method, path, content=body.model_dump_json() if body else None
-            )
+            response = self._http.request(method, path, content=content)
         except httpx.TransportError as error:
             detail = str(error) or type(error).__name__
             raise EngineGone(f"the supervisor does not answer {path} ({detail})") from None
@@ -249,12 +216,7 @@ class _Refused(EngineError):
 
 
 class ServerChild:
-    """`python -m vllm_server` at `vllm_port` as a child of this trainer, or a server of ours that
-    already runs there.
-
-    The child dies with the trainer, even after SIGKILL: `atropos_common/system/parent_death.py`
-    sets the kernel's parent-death signal before it executes the server.
-    """
+    """`python -m vllm_server` at `vllm_port`: a child of this trainer, or one that already runs."""
 
     def __init__(
         self,
@@ -270,8 +232,8 @@ class ServerChild:
         self.log = Path(config.log_dir).absolute() / "vllm.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._foreign = False
+        # Keeps the port bound, so that no other user takes it between two servers.
         self._port: socket.socket | None = None
-        """Keeps the port bound, so that no other user takes it between two servers."""
         # A copy from before any compilation: torch later adds its cache folders to the environment,
         # and with those a server would miss its predecessor's compile cache.
         self._inherited = {**(env or {}), **os.environ}
@@ -286,7 +248,7 @@ class ServerChild:
 
         Raises:
             UsageError: another program has the port, or the server refuses its flags.
-            EngineError: the server ended during its start; includes its last log lines.
+            EngineError: the server ended during its start.
             EngineGone: it did not answer within `engine_timeout`.
             Stopped: `stop` is set.
         """
@@ -302,16 +264,15 @@ class ServerChild:
         self._start()
 
     def restart(self, reason: str) -> None:
-        """End the server and start a new one; raises as `ensure` does.
+        """Start a new server in place of the old; raises as `ensure` does.
 
         Raises:
             UsageError: this trainer did not start the server.
         """
         if self._foreign:
             raise UsageError(
-                f"{self.url} was not started by this trainer, so it cannot restart it. fix: "
-                f"end it and let the "
-                "trainer start its own, or run the stack with atropos-tui"
+                f"{self.url} was not started by this trainer, so it cannot restart it. fix: end "
+                "it and let the trainer start its own, or run the stack with atropos-tui"
             )
         print(f"Restarting the server at {self.url}: {reason}")
         self._end()
@@ -325,8 +286,7 @@ class ServerChild:
             self._port = None
 
     def _server_exists(self) -> bool:
-        """True if a server of ours runs or starts at the port; otherwise the port is held from now
-        on.
+        """Return True if a server of ours has the port; otherwise hold it.
 
         Raises:
             UsageError: another program has the port.
@@ -349,7 +309,6 @@ class ServerChild:
         return True
 
     def _hold_port(self) -> bool:
-        """Bind the port for our servers; return False if another process has it."""
         if self._port is None:
             with suppress(OSError):
                 self._port = ports.hold(self.config.vllm_port)
@@ -370,17 +329,11 @@ class ServerChild:
         # Trainer and server read the same token from their environment; a restart keeps it.
         token = os.environ.setdefault(ENV_TOKEN, secrets.token_urlsafe(24))
         env = self._environment() | {ENV_TOKEN: token}
+        # `parent_death` makes the kernel end the server with this trainer, even after SIGKILL.
+        guard = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), ""]
         with self.log.open("ab") as out:
             return subprocess.Popen(
-                [
-                    sys.executable,
-                    "-I",
-                    "-S",
-                    parent_death.__file__,
-                    str(os.getpid()),
-                    "",
-                    *self.command(),
-                ],
+                [*guard, *self.command()],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -390,30 +343,20 @@ class ServerChild:
             )
 
     def command(self) -> list[str]:
-        """Command line of the server."""
         config = self.config
-        return [
-            sys.executable,
-            "-P",
-            "-m",
-            "vllm_server",
-            "--model",
-            config.model_name,
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(config.vllm_port),
-            "--dtype",
-            config.dtype,
-            "--seed",
-            str(config.seed),
-            "--gpu-memory-utilization",
-            str(config.gpu_memory_utilization),
-            "--max-model-len",
-            str(config.max_model_len),
-            *self.flags,
-            *([f"--{ROUTING_FLAG}"] if config.routing_replay else []),
-        ]
+        options = {
+            "--model": config.model_name,
+            "--host": "127.0.0.1",
+            "--port": config.vllm_port,
+            "--dtype": config.dtype,
+            "--seed": config.seed,
+            "--gpu-memory-utilization": config.gpu_memory_utilization,
+            "--max-model-len": config.max_model_len,
+        }
+        command = [sys.executable, "-P", "-m", "vllm_server"]
+        command += [str(word) for option in options.items() for word in option]
+        routing = [f"--{ROUTING_FLAG}"] if config.routing_replay else []
+        return [*command, *self.flags, *routing]
 
     def _environment(self) -> dict[str, str]:
         # The same variables at every start, because they are part of vLLM's compile cache key.
@@ -431,9 +374,8 @@ class ServerChild:
             if (code := process.poll()) is not None:
                 # Wrong flags fail again at every start, so callers must not retry.
                 kind = UsageError if code == USAGE else EngineError
-                raise kind(
-                    f"the inference server ended with exit code {code}; {self._last_lines()}"
-                )
+                ended = f"the inference server ended with exit code {code}"
+                raise kind(f"{ended}; {self._last_lines()}")
             return engine.info()
 
         with closing(ServerClient(self.url, timeout_s=10.0)) as engine:
@@ -447,7 +389,7 @@ class ServerChild:
         return f"the last lines of {self.log}:\n  " + "\n  ".join(lines)
 
     def _end(self) -> None:
-        """Stop the server, then kill its whole session, so that no process is left."""
+        """Stop the server, then kill its whole session."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -457,10 +399,8 @@ class ServerChild:
             try:
                 process.wait(GRACE_S)
             except subprocess.TimeoutExpired:
-                print(
-                    f"The inference server (pid {process.pid}) did not end within "
-                    f"{GRACE_S:.0f} s: killing it"
-                )
+                late = f"did not end within {GRACE_S:.0f} s"
+                print(f"The inference server (pid {process.pid}) {late}: killing it")
         _kill_session(process)
 
 
@@ -474,7 +414,7 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
 
 
 Lifecycle = Supervised | ServerChild
-"""Owner of the server at `vllm_port`: the supervisor or this trainer."""
+"""Owner of the server at `vllm_port`."""
 
 
 def make_lifecycle(
@@ -484,16 +424,13 @@ def make_lifecycle(
     flags: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> Lifecycle:
-    """The supervisor if there is one (`ATROPOS_CONTROL_SOCKET`), else a child of this process.
+    """Return the supervisor's server (`ATROPOS_CONTROL_SOCKET`), else a child of this process.
 
-    Args:
-        flags: of `python -m vllm_server` for a child, in addition to those from `config`.
-        env: variables for a child that this process does not set.
+    `flags` and `env` are for a child, in addition to `config` and this environment.
     """
     return supervised(config, stop) or ServerChild(config, stop, flags, env)
 
 
 def supervised(config: TrainingConfig, stop: threading.Event) -> Supervised | None:
-    """The supervisor's server; None in a run without a supervisor."""
     socket = os.environ.get(ENV_CONTROL_SOCKET)
     return Supervised(config, stop, socket) if socket else None

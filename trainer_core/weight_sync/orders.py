@@ -30,7 +30,7 @@ from pydantic import BaseModel
 from atropos_common.broadcast.group import POLL_S, Lifeline, first_line, gpu_of
 from atropos_common.broadcast.transfer import TransferInit
 from trainer_core.errors import RankGone
-from trainer_core.ranks.identity import node_address, on_several_nodes
+from trainer_core.ranks.world import node_address, on_several_nodes
 from trainer_core.weight_sync.collectives import BroadcastGroup, connect
 from trainer_core.weight_sync.outgoing import Outgoing
 
