@@ -87,7 +87,6 @@ from trainer_core.report import (
 from trainer_core.rollouts.asking import MissingAsker, RouterShape, RoutingAsker
 from trainer_core.rollouts.batch import Baselines, Batch
 from trainer_core.rollouts.client import RolloutSource, RunApi, open_api
-from trainer_core.rollouts.own import OwnSource
 from trainer_core.rollouts.packing import PackedRow
 from trainer_core.rollouts.recorded import (
     Provenance,
@@ -96,7 +95,7 @@ from trainer_core.rollouts.recorded import (
     Recorder,
     open_rollouts,
 )
-from trainer_core.rollouts.source import BatchSource, LagMeter, Lags
+from trainer_core.rollouts.source import BatchSource, LagMeter, Lags, OwnSource
 from trainer_core.server.client import EngineMeter
 from trainer_core.telemetry import Trackers, open_telemetry
 from trainer_core.weight_sync.base import Start, SyncReport, make_sync

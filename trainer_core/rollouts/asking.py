@@ -1,9 +1,7 @@
-"""Ask the servers for data that rollouts came without: the server that made the tokens has it.
+"""Ask the server that made the tokens for data that rollouts came without.
 
-`MissingAsker` asks for logprobs. Tokens that no server knows keep NaN, and the trainer computes
-them with its current weights (`step.py`). `RoutingAsker` asks for the experts that the engine
-chose. Each turn of an environment is a completion of its own, whose request also reads all earlier
-tokens. So experts of text inserted between two turns come with the later turn.
+`MissingAsker` asks for logprobs; where no server knows one, NaN stays and the trainer computes it.
+`RoutingAsker` asks for the experts that the engine chose.
 """
 
 from __future__ import annotations
@@ -20,15 +18,13 @@ from trainer_core.errors import EngineError, EngineGone
 from trainer_core.rollouts.batch import Batch, segments
 
 AsksLogprobs = Callable[[list[str], list[list[int]]], list[KnownLogprobs | None]]
-"""Map digests of prompts, and completions, to a server's logprobs of each."""
+"""(prompt digests, completions) -> a server's logprobs of each."""
 AsksRouting = Callable[[list[str], list[list[int]], list[int]], list[NDArray[Any] | None]]
-"""Map digests of prompts, completions, and first token positions to a server's recorded experts of
-each."""
+"""(prompt digests, completions, first token positions) -> a server's experts of each."""
+# Limits of tokens a request: 4 MB of JSON and 10 MB of answer for logprobs; 25 MB of answer for
+# 48 layers and 8 experts a token.
 LOGPROB_TOKENS = 500_000
-"""Limit of tokens in one request: 4 MB of JSON in the request, 10 MB in the response."""
 ROUTING_TOKENS = 50_000
-"""Limit of tokens in one request: about 25 MB in the response for 48 layers and 8 experts per
-token."""
 
 Server = TypeVar("Server")
 Answer = TypeVar("Answer")
@@ -36,8 +32,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class _Turn:
-    """Half-open range [start, end) of generated tokens in one sequence; the request covers [begin,
-    end)."""
+    """Generated tokens [start, end) of a sequence; a request covers [begin, end)."""
 
     sequence: int
     begin: int
@@ -50,11 +45,10 @@ class _Turn:
 
 
 class ServersInTurn(Generic[Server]):
-    """Ask one server after the other until each turn is answered; drop a server that does not
-    support the request.
+    """Ask one server after the other; drop servers that do not support the request.
 
     Args:
-        most_tokens: limit of tokens in one request; servers refuse larger ones.
+        most_tokens: limit of tokens a request.
         otherwise: log text for the effect of a dropped server.
     """
 
@@ -69,12 +63,11 @@ class ServersInTurn(Generic[Server]):
         question: Callable[[Server, list[_Turn]], Sequence[Answer | None]],
         take: Callable[[_Turn, Answer], bool],
     ) -> list[_Turn]:
-        """Return the turns that no server knows, in request order.
+        """Return the turns that no server knows, in order.
 
         Args:
-            question: asks a server about some turns; returns None for unknown ones. May raise
-                EngineError.
-            take: uses an answer; returns False if it is unusable.
+            question: asks a server about turns; None for unknown ones; may raise EngineError.
+            take: uses an answer; False if it is unusable.
         """
         for server in list(self._servers):
             left: list[_Turn] = []
@@ -83,10 +76,9 @@ class ServersInTurn(Generic[Server]):
                 for part in self._parts(wanted):
                     answers = question(server, part)
                     asked += len(part)
-                    pairs = zip(part, answers, strict=True)
-                    left += [
-                        turn for turn, answer in pairs if answer is None or not take(turn, answer)
-                    ]
+                    for turn, answer in zip(part, answers, strict=True):
+                        if answer is None or not take(turn, answer):
+                            left.append(turn)
             except EngineGone:
                 pass  # unreachable now; ask it again for the next batch
             except EngineError as error:
@@ -117,16 +109,13 @@ def _named(
 
 
 class MissingAsker:
-    """Fill missing logprobs of batches from the servers."""
-
     def __init__(self, servers: Sequence[AsksLogprobs]) -> None:
         self._servers = ServersInTurn(
             servers, LOGPROB_TOKENS, "Missing logprobs are computed by the trainer"
         )
 
     def fill(self, batch: Batch) -> None:
-        """Fill the rollouts of `batch` with the servers' logprobs and the matching temperature, and
-        count the sources of logprobs."""
+        """Fill in the servers' logprobs with their temperature, and count the sources."""
         rollouts = batch.rollouts
         sequences = [rollout.tokens for rollout in rollouts]
         gaps = [
@@ -140,12 +129,7 @@ class MissingAsker:
             return ask(*_named(sequences, part))
 
         def take(gap: _Turn, known: KnownLogprobs) -> bool:
-            """Fill the gap, unless its rollout has logprobs at another temperature: a rollout has a
-            single temperature.
-
-            Tokens of the gap that the engine did not make do not train, because the policy never
-            chose them. The usual case is the newline that a ChatML template adds after a turn.
-            """
+            """Fill the gap, unless it would mix temperatures in a rollout."""
             rollout = rollouts[gap.sequence]
             own = rollout.logprobs[rollout.trained]
             # Ratios need all logprobs of a rollout at one temperature.
@@ -153,14 +137,13 @@ class MissingAsker:
                 return False
             end = gap.start + len(known.logprobs)
             rollout.logprobs[gap.start : end] = known.logprobs
+            # The engine did not make the rest, such as the newline that a ChatML template adds
+            # after a turn, so the policy never chose it.
             rollout.trained[end : gap.end] = False
-            before = (
-                known.oldest_version if rollout.oldest_version is None else rollout.oldest_version
-            )
-            oldest = min(known.oldest_version, before)
-            rollouts[gap.sequence] = replace(
-                rollout, temperature=known.temperature, oldest_version=oldest
-            )
+            oldest, heat = known.oldest_version, known.temperature
+            if rollout.oldest_version is not None:
+                oldest = min(oldest, rollout.oldest_version)
+            rollouts[gap.sequence] = replace(rollout, temperature=heat, oldest_version=oldest)
             return True
 
         lacking = {gap.sequence for gap in gaps}
@@ -175,19 +158,14 @@ class MissingAsker:
 
 @dataclass(frozen=True)
 class RouterShape:
-    """Expert choices of a model: shape and bounds."""
-
     layers: int
     sparse: tuple[int, ...]
     """Indices of layers with routers."""
     chosen: int
-    """Experts per token."""
     experts: int
 
 
 class RoutingAsker:
-    """Fetch recorded experts of sequences from the servers."""
-
     def __init__(self, servers: Sequence[AsksRouting], shape: RouterShape) -> None:
         self._servers = ServersInTurn(
             servers, ROUTING_TOKENS, "[WARNING] routers use their own choice"
@@ -195,26 +173,22 @@ class RoutingAsker:
         self._shape = shape
 
     def fill(self, batch: Batch) -> None:
-        """Fill the rollouts of `batch` with the servers' recorded experts."""
+        """Fill in the servers' recorded experts."""
         batch.asked_routing = True
         turns = [segments(rollout.trained) for rollout in batch.rollouts]
         found = self.look_up([rollout.tokens for rollout in batch.rollouts], turns)
-        batch.rollouts = [
-            replace(rollout, experts=experts)
-            for rollout, experts in zip(batch.rollouts, found, strict=True)
-        ]
+        pairs = zip(batch.rollouts, found, strict=True)
+        batch.rollouts = [replace(rollout, experts=experts) for rollout, experts in pairs]
 
     def of_answer(self, prompt: list[int], token_ids: list[int]) -> NDArray[np.int16] | None:
-        """Experts of prompt and answer; None if no server knows them."""
-        return self.look_up(
-            [np.array([*prompt, *token_ids])], [[(len(prompt), len(prompt) + len(token_ids))]]
-        )[0]
+        """Return the experts of prompt and answer, if a server knows them."""
+        whole = np.array([*prompt, *token_ids])
+        return self.look_up([whole], [[(len(prompt), len(whole))]])[0]
 
     def look_up(
         self, sequences: Sequence[NDArray[np.int64]], generated: Sequence[list[tuple[int, int]]]
     ) -> list[NDArray[np.int16] | None]:
-        """[L, sparse layers, K] for each sequence of length L, -1 for unknown tokens; None if all
-        are unknown.
+        """Return [L, sparse layers, K] for each sequence of length L, -1 for unknown tokens.
 
         Args:
             generated: half-open ranges of each sequence's completions.
@@ -224,10 +198,10 @@ class RoutingAsker:
         for i, ranges in enumerate(generated):
             begin = 0
             for start, end in ranges:
+                # A turn's request reads all earlier tokens, so the experts of text between two
+                # turns, and of a completion's last token, come with the later turn.
                 turns.append(_Turn(i, begin, start, end))
-                begin = (
-                    end - 1
-                )  # the engine reads a completion's last token only in the next request
+                begin = end - 1
 
         def question(ask: AsksRouting, part: list[_Turn]) -> list[NDArray[np.int16] | None]:
             answers = ask(*_named(sequences, part), [turn.begin for turn in part])
@@ -238,10 +212,8 @@ class RoutingAsker:
             if len(experts) != turn.end - 1 - turn.begin:
                 return False
             if (into := whole[turn.sequence]) is None:
-                into = np.full(
-                    (len(sequences[turn.sequence]), *experts.shape[1:]), -1, dtype=np.int16
-                )
-                whole[turn.sequence] = into
+                shape = (len(sequences[turn.sequence]), *experts.shape[1:])
+                into = whole[turn.sequence] = np.full(shape, -1, dtype=np.int16)
             into[turn.begin : turn.end - 1] = experts
             return True
 
@@ -249,7 +221,7 @@ class RoutingAsker:
         return whole
 
     def _taken(self, experts: NDArray[Any]) -> NDArray[np.int16]:
-        """Keep the sparse layers, and set tokens that the engine did not record to -1.
+        """Keep the sparse layers; set unrecorded tokens to -1.
 
         Raises:
             EngineError: the experts belong to another model.
@@ -257,15 +229,13 @@ class RoutingAsker:
         shape = self._shape
         if experts.shape[1] == shape.layers:
             experts = experts[:, list(shape.sparse)]
-        if (
-            experts.shape[1:] != (len(shape.sparse), shape.chosen)
-            or (experts >= shape.experts).any()
-        ):
-            layers, chosen = experts.shape[1:]
+        layers, chosen = experts.shape[1:]
+        fits = (layers, chosen) == (len(shape.sparse), shape.chosen)
+        if not fits or (experts >= shape.experts).any():
             raise EngineError(
-                f"a server recorded {chosen} experts in each of {layers} layers, numbers up "
-                f"to {experts.max()}; this "
-                f"model takes {shape.chosen} of {shape.experts} in {len(shape.sparse)} layers"
+                f"a server recorded {chosen} experts in each of {layers} layers, numbers up to "
+                f"{experts.max()}; this model takes {shape.chosen} of {shape.experts} in "
+                f"{len(shape.sparse)} layers"
             )
         taken = experts.astype(np.int16)
         # A token never takes an expert twice, so repeated numbers are unwritten memory. That is

@@ -1,9 +1,6 @@
-"""Check one batch from run-api: which tokens train, with which advantage, temperature and rollout
-logprob.
+"""Check a batch from run-api: which tokens train, with which advantage, temperature and logprob.
 
-Pure functions, without torch. A malformed group is left out whole and counted; the rest of the
-batch trains. Groups exist only until advantages are computed; afterwards a batch is a list of
-`Rollout`.
+Pure functions, without torch. A malformed group is left out whole and counted.
 """
 
 from __future__ import annotations
@@ -41,63 +38,56 @@ from trainer_core.rollouts.fields import (
     unused,
 )
 
+# Rounding alone makes equal scores differ a little.
 FLAT = 1e-6
-"""Largest spread of equal scores in a group, relative to max(1, largest |score|); rounding alone
-causes smaller ones."""
+"""Largest spread of equal scores, relative to max(1, largest |score|)."""
 WINDOW = 256
-"""Window of the running mean in scores: after that many, each new score weighs 1 / WINDOW."""
+"""Window of the running mean, in scores."""
 
 NO_LOGPROBS = (
-    "GRPO requires inference_logprobs for importance sampling, and {what}. "
-    "Only server_type=vllm calls /generate, which returns them: set --openai.server_type "
-    "vllm in the environment, and "
-    "point its base_url at a server with /generate (python -m vllm_server)"
+    "GRPO requires inference_logprobs for importance sampling, and {what}. Only "
+    "server_type=vllm calls /generate, which returns them: set --openai.server_type vllm in the "
+    "environment, and point its base_url at a server with /generate (python -m vllm_server)"
 )
 UNNAMED = "unnamed"
-"""Name for environments that send none."""
 WITHOUT_LOGPROBS = "without inference_logprobs"
-"""Reason for leaving a sequence out."""
 RECOMPUTED = (
-    "sequences came without inference_logprobs, and no server knows theirs: the trainer uses "
-    "its own "
-    "(missing_logprobs = recompute), so their ratio starts at 1 whatever the policy lag"
+    "sequences came without inference_logprobs, and no server knows theirs: the trainer uses its "
+    "own (missing_logprobs = recompute), so their ratio starts at 1 whatever the policy lag"
 )
 ASKED = (
-    "sequences came without inference_logprobs: the trainer uses those that the engine "
-    "computed when it made them "
-    "(missing_logprobs = recompute)"
+    "sequences came without inference_logprobs: the trainer uses those that the engine computed "
+    "when it made them (missing_logprobs = recompute)"
 )
-
 PARTLY = "generated tokens have a placeholder instead of a logprob and do not train"
 
 
 @dataclass(frozen=True)
 class Selection:
-    """An objective's own choice of sequences, in addition to the common checks."""
+    """An objective's choice of sequences, beside the common checks."""
 
     drop_flat: bool = False
     """Leave out groups of equal scores (DAPO's dynamic sampling, without replacements)."""
     max_completion: int | None = None
-    """Token limit of a completion (one turn); None: no limit."""
+    """Limit of a completion (one turn), in tokens."""
     overlong_buffer: int = 0
-    """Lower scores over the last N tokens before `max_completion`; 0: off."""
+    """Tokens before the limit over which scores fall; 0: off."""
     overlong_penalty: float = 1.0
     overlong_mask: bool = False
-    """Leave out completions of `max_completion` tokens or more, which were cut off."""
+    """Leave out completions that were cut off at the limit."""
     vocab_size: int | None = None
-    """Exclusive upper bound of token ids; None: unknown."""
+    """Exclusive upper bound of token ids."""
     end_tokens: frozenset[int] = frozenset()
     """Token ids that end a completion."""
     group_of_one: Literal["baseline", "score"] = "baseline"
-    """Advantage of a group of one: its score minus a running mean, or the score itself."""
     reference: bool = False
     teacher: bool = False
-    """Read reference logprobs, and teacher logprobs, from the environment."""
+    """Read reference and teacher logprobs from the environment."""
 
     def punishment(self, length: int) -> float:
-        """Score penalty of a completion of `length` tokens: 0 to `overlong_penalty`.
+        """Return the score penalty of a completion, 0 to `overlong_penalty`.
 
-        The soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13), verl's `DAPORewardManager`.
+        Soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13).
         """
         if not self.overlong_buffer or self.max_completion is None:
             return 0.0
@@ -107,40 +97,32 @@ class Selection:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sequence of length L: prompt and completions."""
+    """One sequence of L tokens: prompt and completions."""
 
+    # Arrays without a shape have [L].
     tokens: NDArray[np.int64]
-    """[L]"""
     trained: NDArray[np.bool_]
-    """[L], True for generated tokens that train; never for the first token, which has no predicting
-    position."""
+    """True for generated tokens that train; never for the first."""
     logprobs: NDArray[np.float32]
-    """[L] rollout logprobs in nats, at the position of their token; meaningless where not trained.
-    NaN: the environment sent none, and the trainer computes it."""
+    """In nats, where trained; NaN: the trainer computes it."""
     advantages: NDArray[np.float32]
-    """[L]"""
     temperature: float
     score: float
     env: str
     digests: tuple[str, ...]
-    """One per contiguous generated segment (turn)."""
+    """One for each turn."""
     reference: NDArray[np.float32] | None = None
-    """[L] reference logprobs that the environment sent, NaN for missing values; None: all are
-    missing."""
+    """Reference logprobs of the environment, NaN where missing."""
     teacher: Teacher | None = None
     base: NDArray[np.float32] | None = None
-    """[L] logprobs of the policy before the batch's first optimizer step; None: the batch has only
-    one step."""
+    """Logprobs before the batch's first optimizer step; None: it has one step."""
     experts: NDArray[np.int16] | None = None
-    """[L, sparse layers, K] experts that the engine chose for each token, -1 if unknown; None: not
-    requested, or all unknown."""
+    """[L, sparse layers, K] experts that the engine chose, -1 if unknown."""
     oldest_version: int | None = None
-    """Oldest weight version that a server reported with the logprobs. The versions of `digests` are
-    requested separately."""
+    """Oldest weight version reported with the logprobs."""
 
     @property
     def complete(self) -> bool:
-        """True if every trained token has a logprob."""
         return not bool(np.isnan(self.logprobs[self.trained]).any())
 
     @property
@@ -152,56 +134,58 @@ class Rollout:
 
 @dataclass
 class Batch:
-    """Rollouts of one optimizer step, and counts of everything left out."""
+    """Rollouts of one optimizer step, and counts of what is left out."""
 
     rollouts: list[Rollout]
+    # Counts of groups.
     groups: int = 0
-    """Number of well-formed groups."""
+    """Well-formed groups."""
     flat_groups: int = 0
-    """Groups without advantage: all scores are equal."""
+    """Groups of equal scores, without advantage."""
     groups_by_env: Counter[str] = field(default_factory=Counter)
     flat_by_env: Counter[str] = field(default_factory=Counter)
-    """`groups` and `flat_groups` by environment."""
+    """The same two by environment."""
     logprobs_from: Counter[str] = field(default_factory=Counter)
-    """Sequences by source of their logprobs: environment, engine, or trainer (which computes
-    them)."""
+    """Sequences by source of logprobs: environment, engine or trainer."""
     unused: Counter[str] = field(default_factory=Counter)
     """Groups by name of a field that the trainer ignores."""
+    # Sequences that do not train, and warnings about those that do.
     left_out: dict[str, int] = field(default_factory=dict)
-    """Sequences left out, by reason; a group of unknown size counts as one."""
+    """Sequences by reason; a group of unknown size counts as one."""
     too_old: int = 0
-    """Sequences of `left_out` whose policy lag exceeds their bound."""
+    """Sequences left out for their policy lag."""
     policy_lag_bound: int | None = None
-    """The bound that left out the newest of them."""
+    """Bound that left out the newest of them."""
     examples: dict[str, str] = field(default_factory=dict)
-    """First example of each reason."""
     faults_by_env: dict[str, Counter[str]] = field(default_factory=dict)
     """Malformed sequences of each environment, by reason."""
     fault_examples: dict[str, str] = field(default_factory=dict)
     """First malformed example of each environment."""
     remarks: dict[str, int] = field(default_factory=dict)
     """Warning about trained data -> count."""
+    # Figures for the step's record.
     sample_len: int = 0
-    """Length of the first non-empty list of inference_logprobs; 0: there is none."""
+    """Length of the first list of inference_logprobs; 0: none."""
     logprob_sum: float = 0.0
     generated: int = 0
-    """Generated tokens and the sum of their logprobs as received, placeholders included."""
+    """Generated tokens and the sum of their logprobs as received."""
     unselected_scores: list[float] = field(default_factory=list)
-    """Scores of good sequences that the objective leaves out; part of the mean reward."""
+    """Scores of good sequences that the objective leaves out."""
     completion_tokens: list[int] = field(default_factory=list)
-    """Generated tokens of each good sequence, including those that the objective leaves out."""
+    """Generated tokens of each good sequence."""
     reached_limit: list[bool] = field(default_factory=list)
-    """True for each good sequence with a turn at the length limit; empty without a limit."""
-    ahead: dict[str, int | None] = field(default_factory=dict)
-    """`max_batches_offpolicy` of each environment; None if it sends none."""
-    baselines: dict[str, list[float]] = field(default_factory=dict)
-    """State of the running means of groups of one after this batch."""
-    raw: list[Any] = field(default_factory=list)
-    """The groups as received, if they are recorded."""
-    asked_routing: bool = False
-    """True after a request for recorded experts."""
+    """True for a good sequence with a turn at the length limit."""
     ended: list[bool] = field(default_factory=list)
-    """True for each good sequence whose last generated token is an end token."""
+    """True for a good sequence that ends with an end token."""
+    # State of the environments and the run.
+    ahead: dict[str, int | None] = field(default_factory=dict)
+    """`max_batches_offpolicy` of each environment."""
+    baselines: dict[str, list[float]] = field(default_factory=dict)
+    """Running means of groups of one after this batch."""
+    raw: list[Any] = field(default_factory=list)
+    """Groups as received, if they are recorded."""
+    asked_routing: bool = False
+    """Recorded experts are requested."""
 
     @property
     def trained_tokens(self) -> int:
@@ -213,27 +197,24 @@ class Batch:
 
     @property
     def scores(self) -> NDArray[np.float64]:
-        return np.array(
-            [*(r.score for r in self.rollouts), *self.unselected_scores], dtype=np.float64
-        )
+        scores = [rollout.score for rollout in self.rollouts]
+        return np.array([*scores, *self.unselected_scores], dtype=np.float64)
 
     @property
     def completion_tokens_mean(self) -> float | None:
-        """Mean number of generated tokens in a sequence, summed over its turns."""
         return float(np.mean(self.completion_tokens)) if self.completion_tokens else None
 
     @property
     def truncated_fraction(self) -> float | None:
-        """Share of sequences with a turn at the length limit. Without a limit: share that does not
-        end with an end token; None if none ends with one, because completions may end otherwise, as
-        with stop strings."""
+        """Share of sequences with a turn at the length limit, else without an end token."""
         if self.reached_limit:
             return float(np.mean(self.reached_limit))
+        # If none ends with one, completions may end otherwise, as with stop strings.
         return 1.0 - float(np.mean(self.ended)) if any(self.ended) else None
 
     @property
     def logprob_warning(self) -> str | None:
-        """Warning if logprobs look like placeholders, in the words of the upstream guides."""
+        """Warn of logprobs that look like placeholders, in the guides' words."""
         average = self.logprob_sum / self.generated if self.generated else 0.0
         if average <= POSITIVE_TOLERANCE:
             return None
@@ -241,23 +222,18 @@ class Batch:
 
     @property
     def routing_replayed(self) -> float | None:
-        """Share of tokens with experts recorded by the engine; None if not requested."""
+        """Share of tokens with recorded experts; None if not requested."""
         if not self.asked_routing:
             return None
-        known = sum(
-            int((r.experts[:, 0, 0] >= 0).sum()) for r in self.rollouts if r.experts is not None
-        )
+        recorded = [r.experts[:, 0, 0] >= 0 for r in self.rollouts if r.experts is not None]
         # Routers see each sequence up to its last trained token, which is itself not read.
-        return known / max(
-            1, sum(int(np.flatnonzero(r.trained)[-1]) for r in self.rollouts if r.trained.any())
-        )
+        seen = [int(np.flatnonzero(r.trained)[-1]) for r in self.rollouts if r.trained.any()]
+        return sum(int(known.sum()) for known in recorded) / max(1, sum(seen))
 
     def leave_out(self, reason: str, count: int, example: str = "", env: str = "") -> None:
-        """Count `count` sequences that do not train.
+        """Count sequences that do not train.
 
-        Args:
-            env: environment that sent malformed sequences; empty if a setting of the run leaves
-                them out.
+        `env` is the environment that sent malformed ones.
         """
         self.left_out[reason] = self.left_out.get(reason, 0) + count
         self.examples.setdefault(reason, example)
@@ -272,41 +248,28 @@ class Batch:
         for env, reasons in other.faults_by_env.items():
             self.faults_by_env.setdefault(env, Counter()).update(reasons)
             self.fault_examples.setdefault(env, other.fault_examples[env])
+        if self.policy_lag_bound is None:
+            self.policy_lag_bound = other.policy_lag_bound
         self.too_old += other.too_old
-        self.policy_lag_bound = (
-            other.policy_lag_bound if self.policy_lag_bound is None else self.policy_lag_bound
-        )
-        self.groups, self.flat_groups = (
-            self.groups + other.groups,
-            self.flat_groups + other.flat_groups,
-        )
-        for mine, theirs in (
-            (self.groups_by_env, other.groups_by_env),
-            (self.flat_by_env, other.flat_by_env),
-            (self.logprobs_from, other.logprobs_from),
-            (self.unused, other.unused),
-        ):
-            mine.update(theirs)
-        for kept, more in (
-            (self.completion_tokens, other.completion_tokens),
-            (self.reached_limit, other.reached_limit),
-            (self.ended, other.ended),
-        ):
-            kept += more
+        self.groups += other.groups
+        self.flat_groups += other.flat_groups
+        self.groups_by_env.update(other.groups_by_env)
+        self.flat_by_env.update(other.flat_by_env)
+        self.logprobs_from.update(other.logprobs_from)
+        self.unused.update(other.unused)
+        self.completion_tokens += other.completion_tokens
+        self.reached_limit += other.reached_limit
+        self.ended += other.ended
         self.unselected_scores += other.unselected_scores
 
     def remark(self, text: str, count: int = 1) -> None:
-        """Count a warning about data that trains anyway."""
         if count:
             self.remarks[text] = self.remarks.get(text, 0) + count
 
 
 def group_advantages(scores: NDArray[np.float64], *, std: bool = True) -> NDArray[np.float64]:
-    """Advantages of one group, [G]: scores minus their mean, divided by their (population) standard
-    deviation.
-
-    Equal scores give zeros: such a group does not show which completion is better.
-    """
+    """Scores minus their mean, divided by their (population) deviation, [G]; equal scores give
+    0."""
     # Dividing by a deviation that is only rounding noise would make noise into large advantages.
     if _equal(scores):
         return np.zeros_like(scores)
@@ -329,28 +292,22 @@ class _Running:
     variance: float = 0.0
 
     def add(self, scores: NDArray[np.float64]) -> None:
-        """Merge new scores into the running values (Chan et al. 1983, "Algorithms for computing the
-        sample variance")."""
-        new = len(scores)
+        """Merge new scores (Chan et al. 1983, "Algorithms for computing the sample variance")."""
+        new, new_mean = len(scores), float(scores.mean())
         total = self.count + new
-        mean = (self.count * self.mean + new * float(scores.mean())) / total
-        old_part = self.count * (self.variance + (self.mean - mean) ** 2)
+        mean = (self.count * self.mean + new * new_mean) / total
         # Each part's variance around the new mean.
-        self.variance = (
-            old_part + new * (float(scores.var()) + (float(scores.mean()) - mean) ** 2)
-        ) / total
+        old_part = self.count * (self.variance + (self.mean - mean) ** 2)
+        new_part = new * (float(scores.var()) + (new_mean - mean) ** 2)
+        self.variance = (old_part + new_part) / total
+        # After that many scores, each new one weighs 1 / WINDOW.
         self.mean, self.count = mean, min(total, WINDOW)
 
 
 class Baselines:
-    """Running mean of each environment over the batches of the whole run.
-
-    The baseline of REINFORCE (Williams 1992). Its only bias is a score's share in its own baseline:
-    1 / N of N scores, as in a group of N.
-    """
+    """Running mean of each environment, REINFORCE's baseline (Williams 1992)."""
 
     def __init__(self, state: dict[str, list[float]] | None = None) -> None:
-        """Start from `state` of the resumed run's checkpoint, if given."""
         self._running = {env: _Running(*numbers) for env, numbers in (state or {}).items()}
 
     def state(self) -> dict[str, list[float]]:
@@ -360,13 +317,8 @@ class Baselines:
     def advantages(
         self, env: str, scores: NDArray[np.float64], *, std: bool
     ) -> NDArray[np.float64]:
-        """Scores minus the running mean (these scores included), divided by the running standard
-        deviation; zeros if that deviation is below `FLAT` times max(1, |mean|).
-
-        Args:
-            env: the environment's name.
-            scores: [N] scores of its groups of one in this batch.
-        """
+        """Scores, [N], minus the running mean, divided by the running deviation."""
+        # A score's share in its own baseline is a bias: 1 / N of N scores, as in a group of N.
         running = self._running.setdefault(env, _Running())
         running.add(scores)
         deviation = running.variance**0.5
@@ -391,24 +343,18 @@ def read_batch(
     """Check the groups of one `GET /batch`, whatever they contain.
 
     Args:
-        groups: as run-api returns them.
-        seq_len: longer sequences are left out and counted, in tokens.
-        temperature: used if neither overrides nor generation_params have one.
-        advantage_std: see `group_advantages`.
-        selection: sequences that the objective leaves out or scores lower.
-        logprobs_seen: an earlier batch had logprobs, so the settings are right and only this batch
-            is wrong.
-        recompute: train tokens without a logprob, with NaN in its place; otherwise leave their
-            sequence out.
-        baselines: running means of earlier groups of one; this batch is added.
+        seq_len: limit of a sequence, in tokens.
+        temperature: default where the group has none.
+        advantage_std: as in `group_advantages`.
+        logprobs_seen: an earlier batch had logprobs, so the settings are right.
+        recompute: train tokens without a logprob, with NaN in its place.
+        baselines: running means, to which this batch is added.
 
     Raises:
-        MissingLogprobs: no sequence of this batch or an earlier one has logprobs.
+        MissingLogprobs: neither this batch nor an earlier one has logprobs.
     """
-    reader = _Reader(
-        Batch([]), seq_len, temperature, advantage_std, selection or Selection(), recompute
-    )
-    baselines = baselines or Baselines()
+    selection, baselines = selection or Selection(), baselines or Baselines()
+    reader = _Reader(Batch([]), seq_len, temperature, advantage_std, selection, recompute)
     reader.read(groups, baselines)
     batch = reader.batch
     batch.baselines = baselines.state()
@@ -427,14 +373,14 @@ class _Judged:
     example: str = ""
     generated: int = 0
     logprob_sum: float = 0.0
-    """Generated tokens and the sum of their logprobs as received."""
+    """As received."""
     placeholders: int = 0
     """Generated tokens without a logprob."""
 
 
 @dataclass
 class _Reader:
-    """Check groups one by one and add them to `batch`."""
+    """Check groups and add them to `batch`."""
 
     batch: Batch
     seq_len: int
@@ -444,10 +390,7 @@ class _Reader:
     recompute: bool
 
     def read(self, raws: Sequence[Any], baselines: Baselines) -> None:
-        """Add each group, or leave it out as a whole."""
-        parsed = [
-            (raw, self._parse(f"group {index} of the batch", raw)) for index, raw in enumerate(raws)
-        ]
+        parsed = ((raw, self._parse(f"group {i} of the batch", raw)) for i, raw in enumerate(raws))
         good = [(raw, *found) for raw, found in parsed if found is not None]
         # Groups of one share a baseline, so all scores are read before any advantage is computed.
         lone = self._lone([(group, scores) for _, group, scores in good], baselines)
@@ -462,22 +405,19 @@ class _Reader:
             self._take_group(raw, group, judged, flat=not group.advantages and not shared.any())
 
     def _parse(self, where: str, raw: Any) -> tuple[Group, NDArray[np.float64]] | None:
-        """Parse a group; return it with its scores, [G], after overlong penalties, or None if it is
-        left out."""
+        """Return a group and its punished scores, [G]; None if it is left out."""
         select = self.selection
         try:
             group = Group.parse(where, raw, reference=select.reference, teacher=select.teacher)
             with np.errstate(over="ignore", invalid="ignore"):
                 scores = group.scores
                 if select.overlong_buffer:
-                    # Advantages are computed from the punished scores, the mean reward from the
-                    # original ones.
-                    scores = scores - np.array(
-                        [select.punishment(_longest_turn(mask)) for mask in group.masks]
-                    )
-                values = (
-                    scores if len(scores) == 1 else group_advantages(scores, std=self.advantage_std)
-                )
+                    # Advantages come from punished scores, the mean reward from the original ones.
+                    lengths = map(_longest_turn, group.masks)
+                    scores = scores - np.array([select.punishment(each) for each in lengths])
+                values = scores
+                if len(scores) > 1:
+                    values = group_advantages(scores, std=self.advantage_std)
                 if not (np.abs(values).max() <= FLOAT32_MAX and np.isfinite(scores.std())):
                     what = f"{group.where}: scores up to {np.abs(scores).max():g}"
                     raise Malformed("scores are too far apart to compare", what)
@@ -495,12 +435,9 @@ class _Reader:
     def _lone(
         self, groups: list[tuple[Group, NDArray[np.float64]]], baselines: Baselines
     ) -> dict[int, NDArray[np.float64]]:
-        """Advantages, [1], of groups of one that bring none, by index in `groups`."""
-        alone = [
-            i
-            for i, (group, scores) in enumerate(groups)
-            if len(scores) == 1 and not group.advantages
-        ]
+        """Advantages of groups of one that bring none, by index."""
+        each = enumerate(groups)
+        alone = [i for i, (group, s) in each if len(s) == 1 and not group.advantages]
         if self.selection.group_of_one == "score":
             return {i: groups[i][1] for i in alone}
         found = {}
@@ -522,58 +459,47 @@ class _Reader:
         if flat:
             batch.flat_groups += 1
             batch.flat_by_env[name] += 1
-        batch.unused.update(
-            unused(raw, reference=self.selection.reference, teacher=self.selection.teacher)
-        )
+        select = self.selection
+        batch.unused.update(unused(raw, reference=select.reference, teacher=select.teacher))
         for each, mask in zip(judged, group.masks, strict=True):
             self._take(each, mask, flat and not group.teacher_ids)
 
     def _sequence(self, group: Group, i: int, shared: float) -> _Judged:
-        """Turn a sequence into a rollout, unless it is too long, or has no generated token or no
-        logprob."""
+        """Turn a sequence into a rollout, if it can train."""
         spot, tokens = f"{group.where}, sequence {i}", group.tokens[i]
         override = table(spot, "overrides", group.overrides[i] if group.overrides else None)
         logprobs = group.logprobs[i] if group.logprobs else None
         same_length(spot, len(tokens), masks=group.masks[i])
         if len(tokens) > self.seq_len:
-            return _Judged(
-                None, f"longer than --seq-len {self.seq_len}", f"{spot}: {len(tokens)} tokens"
-            )
+            reason = f"longer than --seq-len {self.seq_len}"
+            return _Judged(None, reason, f"{spot}: {len(tokens)} tokens")
         ids = token_ids(spot, tokens, self.selection.vocab_size)
         generated = masked_tokens(spot, group.masks[i], ids)
         given = group.advantages[i] if group.advantages else None
         values_of = advantages(spot, override, given, shared, len(ids))
         heat = temperature(spot, (override, *group.tables), self.temperature)
         if not generated[1:].any():
-            return _Judged(
-                None, "nothing generated", f"{spot}: masks is {IGNORED} after the first token"
-            )
+            example = f"{spot}: masks is {IGNORED} after the first token"
+            return _Judged(None, "nothing generated", example)
         if logprobs is None and not self.recompute:
-            return _Judged(
-                None, WITHOUT_LOGPROBS, NO_LOGPROBS.format(what=f"{group.where} has none")
-            )
-        values = (
-            np.full(len(ids), PLACEHOLDER)
-            if logprobs is None
-            else rollout_logprobs(spot, logprobs, generated)
-        )
+            example = NO_LOGPROBS.format(what=f"{group.where} has none")
+            return _Judged(None, WITHOUT_LOGPROBS, example)
+        values, seen = np.full(len(ids), PLACEHOLDER), (0, 0.0, 0)
+        if logprobs is not None:
+            values = rollout_logprobs(spot, logprobs, generated)
+            own = values[generated]
+            seen = len(own), float(own.sum()), int((own > POSITIVE_TOLERANCE).sum())
         # A positive value is a placeholder: a logprob is at most 0.
         real = generated & (values <= POSITIVE_TOLERANCE)
-        own = values[generated]
-        seen = (
-            (len(own), float(own.sum()), int((own > POSITIVE_TOLERANCE).sum()))
-            if logprobs is not None
-            else (0, 0.0, 0)
-        )
         usable = generated.copy() if self.recompute else real.copy()
         # No position predicts the first token.
         usable[0] = False
         if not usable.any():
-            what = "only placeholders" if (own == PLACEHOLDER).all() else "no real one"
-            return _Judged(
-                None, WITHOUT_LOGPROBS, NO_LOGPROBS.format(what=f"{spot} has {what}"), *seen
-            )
+            only = (values[generated] == PLACEHOLDER).all()
+            what = f"{spot} has {'only placeholders' if only else 'no real one'}"
+            return _Judged(None, WITHOUT_LOGPROBS, NO_LOGPROBS.format(what=what), *seen)
         known = np.where(real, values, np.nan) if self.recompute else values
+        given = group.reference[i] if group.reference else None
         given_logprobs = logprobs or []
         rollout = Rollout(
             tokens=ids,
@@ -583,16 +509,14 @@ class _Reader:
             temperature=heat,
             score=float(group.scores[i]),
             env=group.env,
-            # Digests let the servers recognize their completions; a segment with placeholders
+            # By digests the servers recognize their completions; a segment with placeholders
             # cannot match.
             digests=tuple(
                 completion_digest(tokens[a:b], given_logprobs[a:b])
                 for a, b in segments(generated)
                 if given_logprobs and real[a:b].all()
             ),
-            reference=reference_logprobs(spot, group.reference[i], generated)
-            if group.reference
-            else None,
+            reference=None if given is None else reference_logprobs(spot, given, generated),
             teacher=self._teacher(spot, group, i, usable),
         )
         return _Judged(rollout, "", "", *seen)
@@ -602,9 +526,8 @@ class _Reader:
     ) -> Teacher | None:
         if not group.teacher_ids:
             return None
-        return teacher_of(
-            spot, group.teacher_ids[i], group.teacher_logprobs[i], usable, self.selection.vocab_size
-        )
+        ids, logprobs = group.teacher_ids[i], group.teacher_logprobs[i]
+        return teacher_of(spot, ids, logprobs, usable, self.selection.vocab_size)
 
     def _take(self, judged: _Judged, mask: list[Any], flat: bool) -> None:
         """Keep the rollout, unless the objective leaves it out."""
@@ -632,8 +555,7 @@ class _Reader:
         batch.unselected_scores.append(rollout.score)
 
     def _measure(self, rollout: Rollout, mask: list[Any]) -> bool:
-        """Record the length and ending of a rollout; return True if one of its turns reached the
-        length limit."""
+        """Record length and ending; return True if a turn reached the limit."""
         generated, limit = np.flatnonzero(rollout.trained), self.selection.max_completion
         self.batch.completion_tokens.append(len(generated))
         self.batch.ended.append(int(rollout.tokens[generated[-1]]) in self.selection.end_tokens)
@@ -644,8 +566,7 @@ class _Reader:
 
 
 def _longest_turn(mask: list[Any]) -> int:
-    """Tokens of the longest contiguous generated segment, to which the environment's limit
-    applies."""
+    """Tokens of the longest turn, to which the environment's limit applies."""
     runs = groupby(mask, key=lambda label: label != IGNORED)
     return max((sum(1 for _ in run) for generated, run in runs if generated), default=0)
 

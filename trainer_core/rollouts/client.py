@@ -1,20 +1,11 @@
-"""Client of atroposlib's run-api: register, then fetch one batch per optimizer step.
+"""Client of atroposlib's run-api (0.4.0): register, then fetch one batch an optimizer step.
 
-Behaviour of run-api (atroposlib 0.4.0), and its consequences:
-- Environments cannot register before the first `GET /batch`, so that call comes before the model
-  loads.
-- Its state is in memory, and any client's `GET /reset_data` wipes it. So the trainer checks `GET
-  /info` before every batch and while it waits, and registers again at its current step if the
-  registration is gone.
-- The first `POST /register` counts; later ones succeed without effect, and so does one after a
-  group (`POST /scored_data`). If run-api has groups but no trainer (batch_size -1), the client
-  clears them with `GET /reset_data`. It leaves another trainer's registration and batches alone.
-- Upstream run-api removes a batch from its queue before it answers, so a failed answer loses the
-  batch. NaN fails (HTTP 500), and so does a client timeout. Prefetching would also break the
-  environment's off-policy bound there.
-- Our front (`atropos_api.batches`) returns the oldest groups first, and keeps a batch until the
-  trainer requests the next one. So the trainer fetches the next batch while it trains the current
-  one, and that batch is not lost if the trainer ends first.
+Environments can register after the first `GET /batch`, so it comes before the model loads. Any
+client's `GET /reset_data` wipes run-api's state, so the trainer checks its registration before
+every batch and while it waits.
+
+Upstream run-api removes a batch before it answers, so a failed answer loses it. Our front
+(`atropos_api.batches`) keeps a batch until the next request, so the trainer fetches ahead.
 """
 
 from __future__ import annotations
@@ -40,45 +31,42 @@ POLL_FIRST_S = 0.02
 POLL_MAX_S = 0.2
 IDLE_CHECK_S = 1.0
 STOP_CHECK_S = 0.2
-"""Poll interval of the stop event while an answer is pending, in seconds."""
+"""Seconds between looks at the stop event during an answer."""
 REGISTRATION_CHECK_S = 3.0
-"""Seconds between registration checks while no batch comes."""
+"""Seconds between registration checks without a batch."""
 COMPLAIN_AFTER_S = 30.0
 ANSWER_S = 30.0
-"""Timeout in seconds of every request except `GET /batch`, whose answer may be many megabytes."""
+"""Timeout in seconds of every request but `GET /batch`."""
 NO_TRAINER = -1
 """`batch_size` of a run-api without a trainer."""
 FAILED = "failed"
-"""Status for a batch request that run-api failed to answer."""
+"""Status of a batch request that run-api failed to answer."""
 RESTART = "restart run-api (atropos-tui restart api)"
 
 T = TypeVar("T")
 RawBatch = list[Any]
-"""Groups as run-api returns them: tokens, masks, scores, inference_logprobs, overrides, ..."""
+"""Groups as run-api returns them."""
 
 
 class RolloutSource(Protocol):
-    """Source of batches: run-api, a file, or the caller's own object."""
+    """Source of batches: run-api, a file, or the caller's object."""
 
     def next_batch(self, step: int, on_idle: Callable[[], None] = lambda: None) -> RawBatch:
-        """Return the groups of the next batch; wait without a limit. The source calls `on_idle`
-        about once a second while it waits; it may raise.
+        """Return the groups of the next batch; wait without a limit.
 
         Args:
-            step: optimizer steps done. The same step is requested again if nothing in a batch could
-                train.
+            step: optimizer steps done; it repeats if nothing in a batch could train.
+            on_idle: called about once a second during the wait; may raise.
 
         Raises:
-            RolloutsEnd: no batch is left; the run ends successfully.
+            RolloutsEnd: no batch is left.
         """
 
-    def close(self) -> None:
-        """Release resources at the end of the run."""
+    def close(self) -> None: ...
 
 
 class Background(Generic[T]):
-    """A call in a thread, started at once. A stop ends the wait for its result; the call
-    continues."""
+    """A call in a thread. A stop ends the wait for its result, not the call."""
 
     def __init__(self, call: Callable[[], T], stop: threading.Event) -> None:
         self._stop = stop
@@ -94,10 +82,10 @@ class Background(Generic[T]):
             self._answers.put(error)
 
     def answer(self, on_idle: Callable[[], None] = lambda: None) -> T:
-        """Wait for the result, once. `on_idle` is called about once a second and may raise.
+        """Wait for the result, once, with `on_idle` as in `RolloutSource`.
 
         Raises:
-            Stopped: the stop event is set. Otherwise the exception of the call.
+            Stopped: the stop event is set. Otherwise the call's exception.
         """
         next_check = time.monotonic() + IDLE_CHECK_S
         while True:
@@ -116,8 +104,7 @@ class Background(Generic[T]):
 
 
 class RunApi:
-    """One trainer's connection to run-api. Every wait ends at once with `Stopped` when `stop` is
-    set."""
+    """One trainer's connection to run-api. `stop` ends every wait with `Stopped`."""
 
     def __init__(
         self,
@@ -137,33 +124,27 @@ class RunApi:
             timeout=ANSWER_S,
             limits=LIMITS,
             transport=transport,
+            # A proxy of the environment must not get the run's traffic.
             trust_env=False,
-            # `trust_env=False`: a proxy of the environment must not get the run's traffic.
             verify=certificates(self.url),
             # run-api would take longer to compress a batch than to send it.
             headers={"Accept-Encoding": "identity"} | door_headers(os.environ),
         )
-        self._step = 0
-        """Optimizer steps done, for a new registration."""
+        self._step = 0  # optimizer steps done, for a new registration
         self._ready: RawBatch | None = None
         self._after = ""
-        """Name of the last batch, if run-api keeps batches; empty otherwise."""
+        """Name of the last batch, if run-api keeps batches."""
         self._awaited_since: float | None = None
-        """Monotonic time since which the trainer waits for the pending batch; None: it is still
-        training."""
+        """Monotonic start of the wait; None: the trainer still trains."""
         self._opened = False
-        self._registered = False
-        """Result of the last registration check."""
+        self._registered = False  # at the last check
         self._complained_at = -COMPLAIN_AFTER_S
 
     def open(self, step: int) -> None:
-        """Wait for run-api, register at `step` (optimizer steps done) and admit environments with
-        one `GET /batch`.
-
-        If run-api holds another trainer's registration, print that and wait until it is gone.
+        """Wait for run-api, register at `step`, and admit environments with `GET /batch`.
 
         Raises:
-            ApiError: run-api is unreachable for `timeout_s`, or refuses the registration.
+            ApiError: run-api is unreachable for `timeout_s`, or refuses.
         """
         self._step = step
         while not self._check_registration():
@@ -173,29 +154,21 @@ class RunApi:
 
     @property
     def keeps_batches(self) -> bool:
-        """True if run-api keeps the last batch and returns it again until the next one is
-        requested, so that prefetching loses nothing."""
+        """True if run-api keeps the last batch, so that prefetching loses nothing."""
         return bool(self._after)
 
     def next_batch(self, step: int, on_idle: Callable[[], None] = lambda: None) -> RawBatch:
-        """Return the next batch; wait without a limit. `on_idle` is called about once a second and
-        may raise. An empty batch was lost in run-api.
-
-        Args:
-            step: optimizer steps done, for a new registration after run-api lost its state.
-        """
+        """Return the next batch, as in `RolloutSource`; an empty one was lost in run-api."""
         self.await_from(step)
         return self._next(on_idle)
 
     def fetch_ahead(self, read: Callable[[RawBatch], T]) -> Background[T]:
-        """Fetch the next batch and call `read` on it in a thread; call `await_from` when the
-        trainer starts to wait for it."""
+        """Fetch the next batch and `read` it in a thread."""
         self._awaited_since = None
         return Background(lambda: read(self._next()), self.stop)
 
     def await_from(self, step: int) -> None:
-        """Mark that the trainer waits for the pending batch from now on, with `step` optimizer
-        steps done."""
+        """Mark that the trainer waits for the pending batch, `step` steps done."""
         self._step, self._awaited_since = step, time.monotonic()
 
     def _next(self, on_idle: Callable[[], None] = lambda: None) -> RawBatch:
@@ -204,11 +177,8 @@ class RunApi:
             ready, self._ready = self._ready, None
             return ready
         pause, began = POLL_FIRST_S, time.monotonic()
-        next_check, next_message, next_registration_check = (
-            began + IDLE_CHECK_S,
-            began + COMPLAIN_AFTER_S,
-            began,
-        )
+        next_check, next_message = began + IDLE_CHECK_S, began + COMPLAIN_AFTER_S
+        next_registration_check = began
         while True:
             if time.monotonic() >= next_registration_check:
                 self._check_registration()
@@ -237,7 +207,7 @@ class RunApi:
             raise Stopped
 
     def _check_registration(self) -> bool:
-        """Check that run-api has our registration; register if it has none."""
+        """Return True if run-api has our registration; register if it has none."""
         wanted = self.registration["batch_size"]
         info = self._call("GET", "/info")
         if info.get("batch_size") == wanted and self._registered:
@@ -261,26 +231,21 @@ class RunApi:
         return self._registered
 
     def _register(self) -> dict[str, Any]:
-        """Register, and return run-api's `/info` afterwards."""
-        answer = self._call(
-            "POST", "/register", json={**self.registration, "starting_step": self._step}
-        )
+        registration = {**self.registration, "starting_step": self._step}
+        answer = self._call("POST", "/register", json=registration)
         # A refusal may come with status 200.
         if "uuid" not in answer:
             raise ApiError(f"run-api at {self.url} refused the trainer: {answer}")
         return self._call("GET", "/info")
 
     def _drop_groups(self) -> None:
-        """Make a run-api without a trainer drop the groups that it holds.
-
-        The run's token is sent only after a refusal (403) by the auth middleware: upstream run-api
-        needs none, and must not see it.
-        """
+        """Make a run-api without a trainer drop its groups."""
+        # The run's token goes only to auth middleware that refused (403): upstream run-api needs
+        # none, and must not see it.
         for token in ("", os.environ.get(ENV_TOKEN, "")):
+            headers = {TOKEN_HEADER: token} if token else {}
             try:
-                answer = self._http.get(
-                    "/reset_data", headers={TOKEN_HEADER: token} if token else {}
-                )
+                answer = self._http.get("/reset_data", headers=headers)
             except httpx.HTTPError:
                 return
             if answer.status_code != httpx.codes.FORBIDDEN:
@@ -290,16 +255,13 @@ class RunApi:
         self._complained_at = -COMPLAIN_AFTER_S
         size, longest = info.get("batch_size"), info.get("max_token_len")
         reach(REGISTERED)
-        print(
-            f"✓ Registered with run-api at {self.url}: {size} sequences a step, starting at "
-            f"step {self._step}"
-        )
+        where = f"run-api at {self.url}: {size} sequences a step"
+        print(f"✓ Registered with {where}, starting at step {self._step}")
         wanted = self.registration.get("max_token_len")
         if longest != wanted:
             print(
-                f"[WARNING] run-api has an earlier registration: environments get "
-                f"max_token_len {longest}, this "
-                f"trainer asks for {wanted}. Training continues. fix: {RESTART}"
+                f"[WARNING] run-api has an earlier registration: environments get max_token_len "
+                f"{longest}, this trainer asks for {wanted}. Training continues. fix: {RESTART}"
             )
 
     def _print_refused(self, size: Any, wanted: int) -> None:
@@ -311,27 +273,23 @@ class RunApi:
         why = "ignores the registration, because groups came before it: Trainer not registered"
         if size != NO_TRAINER:
             why = (
-                f"holds another trainer's registration and allows only one: it serves "
-                f"batches of {size} sequences, "
-                f"this trainer asks for {wanted}"
+                f"holds another trainer's registration and allows only one: it serves batches of "
+                f"{size} sequences, this trainer asks for {wanted}"
             )
         print(
-            f"[WARNING] run-api at {self.url} {why}. Waiting until that changes. fix: "
-            f"{RESTART}, or match "
-            "--batch-size x --gradient-accumulation-steps"
+            f"[WARNING] run-api at {self.url} {why}. Waiting until that changes. fix: {RESTART}, "
+            "or match --batch-size x --gradient-accumulation-steps"
         )
 
     def _batch(self) -> RawBatch | None:
-        """Groups of one `GET /batch`; an empty list for a lost batch; None if no batch is ready."""
+        """Groups of one `GET /batch`; empty for a lost batch, None if none is ready."""
         # Acknowledges the last batch, which a run-api that keeps batches then drops. The thread
         # lets a stop interrupt a slow answer.
         after = {AFTER_HEADER: self._after}
         answer = Background(lambda: self._call("GET", "/batch", headers=after), self.stop).answer()
         if answer.get("status") == "error":
-            print(
-                f"run-api says: {answer.get('message', answer)} Registering again at step "
-                f"{self._step}."
-            )
+            message = answer.get("message", answer)
+            print(f"run-api says: {message} Registering again at step {self._step}.")
             self._registered = False
             self._check_registration()
         elif answer.get("status") == FAILED:
@@ -355,39 +313,33 @@ class RunApi:
         json: dict[str, Any] | None = None,
         headers: dict[str, str] | None = None,
     ) -> dict[str, Any]:
-        """Return one answer, retrying through outages of up to `timeout_s` seconds; includes the
-        batch's name if it has one."""
+        """Return an answer, with the batch's name, after retries for `timeout_s`."""
         began = time.monotonic()
         printed_at = 0.0
         # Giving up on a batch request early can lose the batch, so it gets the long timeout.
         patience = max(ANSWER_S, self.timeout_s) if path == "/batch" else ANSWER_S
+        more: dict[str, Any] = {"json": json, "headers": headers, "timeout": patience}
+        broken_off = (httpx.ReadError, httpx.ReadTimeout, httpx.RemoteProtocolError)
         while True:
             try:
-                response = self._http.request(
-                    method, path, json=json, headers=headers, timeout=patience
-                )
+                response = self._http.request(method, path, **more)
                 if response.status_code < 500:
                     if printed_at:
                         print(f"run-api is back after {time.monotonic() - began:.1f} s")
                     response.raise_for_status()
                     answer = msgspec.json.decode(response.content)
-                    named = {
-                        name: response.headers[name]
-                        for name in (BATCH_HEADER,)
-                        if name in response.headers
-                    }
-                    return {**answer, **named} if isinstance(answer, dict) else {}
+                    if not isinstance(answer, dict):
+                        return {}
+                    name = response.headers.get(BATCH_HEADER)
+                    return answer if name is None else {**answer, BATCH_HEADER: name}
                 if path == "/batch":
                     return {"status": FAILED}
                 problem = f"HTTP {response.status_code}"
             except httpx.TransportError as error:
                 problem = str(error) or type(error).__name__
-                # The connection failed after the request was sent, so run-api may have removed a
-                # batch already.
-                broken_off = isinstance(
-                    error, httpx.ReadError | httpx.ReadTimeout | httpx.RemoteProtocolError
-                )
-                if path == "/batch" and broken_off and not self.keeps_batches:
+                # It failed after the request was sent, so run-api may have removed a batch already.
+                sent = isinstance(error, broken_off)
+                if path == "/batch" and sent and not self.keeps_batches:
                     problem += "; a batch in transit may be lost"
             except (httpx.HTTPStatusError, ValueError, RecursionError) as error:
                 problem = f"unexpected answer: {error}"
@@ -415,22 +367,19 @@ class RunApi:
         return answer if isinstance(answer, dict) else {}
 
     def _silent_environments(self) -> str:
-        """Describe the registered environments that have sent nothing since the last batch."""
+        """Describe which registered environments have sent nothing."""
         envs = self._get_once("/envs").get("envs")
         if not isinstance(envs, list):  # upstream run-api has no /envs
-            return (
-                "check that an environment is running and registered here, and that its "
-                "inference server answers"
-            )
-        names = [
-            str(env.get("name")) for env in envs if isinstance(env, dict) and env.get("connected")
-        ]
+            running = "check that an environment is running and registered here"
+            return f"{running}, and that its inference server answers"
+        connected = (env for env in envs if isinstance(env, dict) and env.get("connected"))
+        names = [str(env.get("name")) for env in connected]
         if not names:
             return "no environment is registered there"
         return f"nothing since the last batch from {', '.join(names)}, which is registered there"
 
     def _why_empty(self) -> str:
-        """Describe the state of run-api's queue while it returns no batch."""
+        """Describe why run-api returns no batch."""
         queue = int(self._get_once("/status").get("queue_size") or 0)
         if not queue:
             return f"run-api's queue is empty: {self._silent_environments()}"
@@ -438,20 +387,15 @@ class RunApi:
         size = self.registration["batch_size"]
         # run-api only builds batches of whole groups.
         if group and size % group:
-            return (
-                f"groups of {group} never add up to a batch of {size}: make the batch size a "
-                f"multiple of {group}"
-            )
+            never = f"groups of {group} never add up to a batch of {size}"
+            return f"{never}: make the batch size a multiple of {group}"
         if queue * group >= size:
-            return (
-                f"{queue} groups queued, but none of them add up to a batch of {size} sequences: "
-                f"{RESTART}"
-            )
+            none = f"none of them add up to a batch of {size} sequences"
+            return f"{queue} groups queued, but {none}: {RESTART}"
         return f"{queue} groups queued, not yet a batch of {size} sequences"
 
 
 def open_api(config: TrainingConfig, step: int, stop: threading.Event) -> RunApi:
-    """Register for the run of `config`, with `step` optimizer steps done."""
     registration = {
         "wandb_group": config.wandb_group or "",
         "wandb_project": config.wandb_project or "",

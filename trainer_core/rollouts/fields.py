@@ -1,8 +1,6 @@
-"""Validate the fields of a group from run-api, convert them to arrays, and name the fields that the
-trainer ignores.
+"""Validate and convert the fields of a group from run-api.
 
-Any environment may have written them, so nothing is assumed. A fault in a group or sequence raises
-`Malformed`, whose reason is one of a few under which such groups are counted.
+Any environment may have written them. A fault raises `Malformed` with one of a few reasons.
 """
 
 from __future__ import annotations
@@ -20,29 +18,30 @@ from atropos_common.protocol.bridge import GREEDY_BELOW
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 MOST_AHEAD = 10_000
-"""Limit in batches of an environment's `max_batches_offpolicy`."""
+"""Limit of `max_batches_offpolicy`, in batches."""
 NAME_LENGTH = 80
-"""Limit in characters of an environment's name; the rest is cut."""
+"""Limit of an environment's name, in characters."""
 
 OUT_OF_VOCABULARY = "token ids outside of the vocabulary"
 WITH_IMAGES = "with images, which this trainer cannot read"
 
 IGNORED = -100
-"""Mask value of tokens that were not generated."""
 PLACEHOLDER = 1.0
-"""Placeholder that atroposlib writes for a missing logprob."""
+"""atroposlib's value for a missing logprob."""
 POSITIVE_TOLERANCE = 1e-3
-"""Upper bound of a logprob: the log of a probability is at most 0, except for rounding."""
+"""Upper bound of a logprob: 0, except for rounding."""
 LOWEST_LOGPROB = -1e4
-"""Lower bound of a logprob: vLLM writes -9999 for probability 0."""
+"""Lower bound of a logprob; vLLM writes -9999 for probability 0."""
 
 READ_KEYS = {
     "overrides": {"temperature", "set_advantage_to_zero"},
     "group_overrides": {"temperature", "group_size", "skip_teacher_top_k", "teacher_top_k"},
     "generation_params": {"temperature", "env", "max_batches_offpolicy"},
 }
-"""Keys of each table that are read, either here or by atroposlib in the environment."""
+"""Keys of each table that this module or atroposlib reads."""
 TEACHER = ("distill_token_ids", "distill_logprobs")
+OPTIONAL = ("inference_logprobs", "advantages", "overrides", "ref_logprobs", *TEACHER)
+"""Lists that a group may leave out."""
 NOT_READ = "the trainer does not read it"
 WHY_UNUSED = {
     "ref_logprobs": "ref_kl_coef under [trainer] is 0",
@@ -50,17 +49,15 @@ WHY_UNUSED = {
     "messages": "the trainer uses tokens and masks",
     "messages.reward": "send advantages instead, which may differ by token",
     "scores": "the group's own advantages replace them; advantage_std, overlong_buffer, "
-    "group_of_one and dropping "
-    "flat groups have no effect (overlong_mask has)",
+    "group_of_one and dropping flat groups have no effect (overlong_mask has)",
 }
-"""Why a field is ignored, or what makes the trainer use it."""
+"""Why a field is ignored, or how to make the trainer use it."""
 
 
 class Malformed(ValueError):
-    """A group that must not train. The message names the place and the field."""
+    """A group that must not train, with place, field and `reason`."""
 
     def __init__(self, reason: str, detail: str) -> None:
-        """`reason` is the category under which such groups are counted."""
         super().__init__(detail)
         self.reason = reason
 
@@ -71,24 +68,21 @@ def _wrong(field: str, detail: str) -> Malformed:
 
 @dataclass(frozen=True)
 class Group:
-    """A group whose lists fit together; the contents of each sequence are not checked yet. Lists
-    have length G."""
+    """A group of G sequences whose lists fit together."""
 
     where: str
     env: str
     tokens: list[list[Any]]
     masks: list[list[Any]]
-    scores: NDArray[np.float64]
-    """[G], finite."""
+    scores: NDArray[np.float64]  # [G], finite
+    tables: tuple[dict[str, Any], ...]  # generation_params and group_overrides
+    # In the order of `OPTIONAL`; empty where the group has none, or where not requested.
     logprobs: list[list[Any]]
     advantages: list[list[Any]]
     overrides: list[Any]
     reference: list[list[Any]]
     teacher_ids: list[list[Any]]
     teacher_logprobs: list[list[Any]]
-    """These six are empty if the group has none; the last three also if they are not requested."""
-    tables: tuple[dict[str, Any], ...]
-    """generation_params and group_overrides."""
 
     @classmethod
     def parse(
@@ -107,91 +101,47 @@ class Group:
         env = environment(group)
         where = f"{where} (environment {env!r})" if env else where
         if _holds_something(group.get("images")):
-            raise Malformed(
-                WITH_IMAGES,
-                f"{where}: the trainer reads text only, and would train image tokens as text",
-            )
-        names = [
-            "tokens",
-            "masks",
-            "scores",
-            "inference_logprobs",
-            "advantages",
-            "overrides",
-            "ref_logprobs",
-            *TEACHER,
-        ]
-        asked = {"ref_logprobs": reference, **dict.fromkeys(TEACHER, teacher)}
-        # In the order of `names`, which the unpacking below relies on.
+            why = "the trainer reads text only, and would train image tokens as text"
+            raise Malformed(WITH_IMAGES, f"{where}: {why}")
+        skipped = set() if reference else {"ref_logprobs"}
+        skipped |= set() if teacher else set(TEACHER)
         columns = {
-            name: _rows(where, group, name) if asked.get(name, True) else [] for name in names
+            name: [] if name in skipped else _rows(where, group, name)
+            for name in ("tokens", "masks", "scores", *OPTIONAL)
         }
-        (
-            tokens,
-            masks,
-            scores,
-            logprobs,
-            advantages,
-            overrides,
-            ref,
-            teacher_ids,
-            teacher_logprobs,
-        ) = columns.values()
+        tokens, scores = columns["tokens"], columns["scores"]
         if not tokens:
             raise _wrong("tokens", f"{where}: tokens holds no sequence")
-        given = {name: columns[name] for name in names[3:] if columns[name]}
-        same_length(where, len(tokens), masks=masks, scores=scores, **given)
-        _lists_only(
-            where,
-            "sequence",
-            **{name: columns[name] for name in names if name not in ("scores", "overrides")},
-        )
-        if bool(teacher_ids) != bool(teacher_logprobs):
-            raise _wrong(
-                TEACHER[0],
-                f"{where}: {' and '.join(TEACHER)} belong together; one of them is missing",
-            )
+        given = {name: columns[name] for name in OPTIONAL if columns[name]}
+        same_length(where, len(tokens), masks=columns["masks"], scores=scores, **given)
+        lists = columns.keys() - {"scores", "overrides"}
+        _lists_only(where, "sequence", {n: rows for n, rows in columns.items() if n in lists})
+        if bool(columns[TEACHER[0]]) != bool(columns[TEACHER[1]]):
+            why = f"{' and '.join(TEACHER)} belong together; one of them is missing"
+            raise _wrong(TEACHER[0], f"{where}: {why}")
         values = _numbers(where, "scores", scores)
         if not np.isfinite(values).all():
-            raise Malformed(
-                "score is not a finite number", f"{where}: scores holds NaN or Infinity"
-            )
-        tables = tuple(
-            table(where, name, group.get(name)) for name in ("generation_params", "group_overrides")
-        )
-        return cls(
-            where,
-            env,
-            tokens,
-            masks,
-            values,
-            logprobs,
-            advantages,
-            overrides,
-            ref,
-            teacher_ids,
-            teacher_logprobs,
-            tables,
-        )
+            what = f"{where}: scores holds NaN or Infinity"
+            raise Malformed("score is not a finite number", what)
+        names = ("generation_params", "group_overrides")
+        tables = tuple(table(where, name, group.get(name)) for name in names)
+        optional = (columns[name] for name in OPTIONAL)
+        return cls(where, env, tokens, columns["masks"], values, tables, *optional)
 
 
 def _holds_something(value: Any, levels: int = 4) -> bool:
-    """True if nested lists contain any truthy value; lists deeper than `levels` count as truthy."""
     if not isinstance(value, list):
         return bool(value)
+    # Hostile nesting would exceed Python's stack; deeper lists count as something.
     return not levels or any(_holds_something(each, levels - 1) for each in value)
 
 
 def unused(group: dict[str, Any], *, reference: bool, teacher: bool) -> Iterator[str]:
-    """Names of the fields and `TABLE.KEY` of a well-formed group that nothing reads.
-
-    Args:
-        reference, teacher: as in `Group.parse`.
-    """
+    """Yield fields and `TABLE.KEY` of a well-formed group that nothing reads."""
     read = {"ref_logprobs": reference, "distill_token_ids": teacher, "messages": False}
-    yield from (
-        name for name, is_read in read.items() if not is_read and _holds_something(group.get(name))
-    )
+    for name, is_read in read.items():
+        if not is_read and _holds_something(group.get(name)):
+            yield name
     rows: Any = group.get("messages")
     rows = rows if isinstance(rows, list) else []
     messages = [m for row in rows if isinstance(row, list) for m in row if isinstance(m, dict)]
@@ -222,50 +172,45 @@ def same_length(where: str, count: int, **lists: Any) -> None:
         if not isinstance(values, list):
             raise _wrong(name, f"{where}: {name} is not a list")
         if len(values) != count:
-            raise _wrong(
-                name, f"{where}: {name} has {len(values)} entries where tokens has {count}"
-            )
+            what = f"{name} has {len(values)} entries where tokens has {count}"
+            raise _wrong(name, f"{where}: {what}")
 
 
-def _lists_only(where: str, of: str, **columns: list[Any]) -> None:
+def _lists_only(where: str, of: str, columns: dict[str, list[Any]]) -> None:
     for name, column in columns.items():
         if not all(isinstance(row, list) for row in column):
             raise _wrong(name, f"{where}: {name} must hold one list for each {of}")
 
 
 def _numbers(spot: str, name: str, values: list[Any], *, whole: bool = False) -> NDArray[Any]:
-    """[len(values)]: int64 if `whole`, else float64, with NaN and infinities allowed."""
+    """Convert to int64 if `whole`, else to float64, NaN and infinities included."""
     with suppress(OverflowError):
         # `type`, because a bool is an instance of int.
         if set(map(type, values)) <= ({int} if whole else {int, float}):
             return np.asarray(values, dtype=np.int64 if whole else np.float64)
-    raise _wrong(
-        name, f"{spot}: {name} must be a list of {'whole numbers' if whole else 'numbers'}"
-    )
+    kind = "whole numbers" if whole else "numbers"
+    raise _wrong(name, f"{spot}: {name} must be a list of {kind}")
 
 
 def token_ids(
     spot: str, tokens: list[Any], vocabulary: int | None, *, name: str = "tokens"
 ) -> NDArray[np.int64]:
-    """[L] int64. An id outside of the vocabulary would crash a GPU process, so it is refused."""
+    """Convert to [L] int64 within the vocabulary."""
     ids = _numbers(spot, name, tokens, whole=True)
+    # An id outside of the vocabulary would crash a GPU process.
     if (ids < 0).any():
-        raise Malformed(
-            OUT_OF_VOCABULARY,
-            f"{spot}: {name} holds id {ids.min()}, and token ids are not negative",
-        )
+        what = f"{name} holds id {ids.min()}, and token ids are not negative"
+        raise Malformed(OUT_OF_VOCABULARY, f"{spot}: {what}")
     if vocabulary is not None and (ids >= vocabulary).any():
         raise Malformed(
             OUT_OF_VOCABULARY,
-            f"{spot}: {name} holds id {ids.max()}, but the model's vocabulary has "
-            f"{vocabulary} tokens: the environment "
-            "uses another model's tokenizer",
+            f"{spot}: {name} holds id {ids.max()}, but the model's vocabulary has {vocabulary} "
+            "tokens: the environment uses another model's tokenizer",
         )
     return ids
 
 
 def table(where: str, name: str, value: Any) -> dict[str, Any]:
-    """The object `name`; empty if it is missing."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -274,8 +219,7 @@ def table(where: str, name: str, value: Any) -> dict[str, Any]:
 
 
 def temperature(spot: str, sources: tuple[dict[str, Any], ...], fallback: float) -> float:
-    """The first temperature in `sources`; 1 for greedy decoding (0), whose logprobs are not
-    scaled."""
+    """Return the first temperature, 1 for greedy decoding."""
     for source in sources:
         value = source.get("temperature")
         if value is None:
@@ -283,12 +227,13 @@ def temperature(spot: str, sources: tuple[dict[str, Any], ...], fallback: float)
         # Compare before the conversion: an integer may be too large for a float.
         if type(value) not in (int, float) or not abs(value) <= FLOAT32_MAX:
             raise _wrong("temperature", f"{spot}: temperature must be a finite number")
+        # Logprobs of greedy decoding are not scaled.
         return float(value) if value >= GREEDY_BELOW else 1.0
     return fallback
 
 
 def shown(name: str) -> str:
-    """Shorten a name for files and screens, and replace unprintable characters."""
+    """Shorten a name for screens, and replace unprintable characters."""
     return "".join(letter if letter.isprintable() else "?" for letter in name[:NAME_LENGTH])
 
 
@@ -303,23 +248,20 @@ def environment(group: dict[str, Any]) -> str:
 
 
 def batches_ahead(params: dict[str, Any]) -> int | None:
-    """The environment's `max_batches_offpolicy`; None if it is missing or sets no bound."""
+    """Return the environment's `max_batches_offpolicy`, if it sets a bound."""
     ahead = params.get("max_batches_offpolicy")
     return ahead if type(ahead) is int and 0 < ahead <= MOST_AHEAD else None
 
 
 def masked_tokens(spot: str, masks: list[Any], ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """[L], True for generated tokens."""
     labels = _numbers(spot, "masks", masks, whole=True)
     generated: NDArray[np.bool_] = labels != IGNORED
     # atroposlib repeats the token id in `masks` where a token trains.
     if (labels[generated] != ids[generated]).any():
         wanted = f"{IGNORED} where a token does not train, and the token id where it does"
         if set(np.unique(labels)) <= {0, 1}:
-            raise _wrong(
-                "masks",
-                f"{spot}: masks holds 0 and 1, another framework's convention. fix: put {wanted}",
-            )
+            what = "masks holds 0 and 1, another framework's convention"
+            raise _wrong("masks", f"{spot}: {what}. fix: put {wanted}")
         raise _wrong("masks", f"{spot}: masks must be {wanted}")
     return generated
 
@@ -327,22 +269,20 @@ def masked_tokens(spot: str, masks: list[Any], ids: NDArray[np.int64]) -> NDArra
 def rollout_logprobs(
     spot: str, given: list[Any], generated: NDArray[np.bool_], *, name: str = "inference_logprobs"
 ) -> NDArray[np.float64]:
-    """[L] float64; values of generated tokens are finite, but may be placeholders."""
+    """Return [L] float64, finite for generated tokens, with placeholders."""
     same_length(spot, len(generated), **{name: given})
     values = _numbers(spot, name, given)
     own = values[generated]
     if not np.isfinite(own).all() or (own < LOWEST_LOGPROB).any():
-        raise _wrong(
-            name, f"{spot}: {name} holds NaN, Infinity or a number below {LOWEST_LOGPROB:g}"
-        )
+        what = f"{name} holds NaN, Infinity or a number below {LOWEST_LOGPROB:g}"
+        raise _wrong(name, f"{spot}: {what}")
     return values
 
 
 def advantages(
     spot: str, override: dict[str, Any], given: list[Any] | None, shared: float, length: int
 ) -> NDArray[np.float32]:
-    """Advantage of each token, [L] float32: zero if overridden, else the environment's own, else
-    the group's."""
+    """Return each token's advantage, [L] float32."""
     if override.get("set_advantage_to_zero", False):
         return np.zeros(length, dtype=np.float32)
     if given is None:
@@ -361,19 +301,17 @@ def advantages(
 def reference_logprobs(
     spot: str, given: list[Any], generated: NDArray[np.bool_]
 ) -> NDArray[np.float32]:
-    """[L] float32 of `ref_logprobs`, NaN for placeholders."""
+    """Return `ref_logprobs`, [L] float32, NaN for placeholders."""
     values = rollout_logprobs(spot, given, generated, name="ref_logprobs")
     return np.where(values <= POSITIVE_TOLERANCE, values, np.nan).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A teacher's K most likely tokens at each position of one sequence."""
-
     ids: NDArray[np.int64]
     """[L, K], distinct at each position; padded with 0"""
     logprobs: NDArray[np.float32]
-    """[L, K] in nats; padded with -inf, also at positions without a teacher"""
+    """[L, K] in nats; padded with -inf"""
 
 
 def teacher_of(
@@ -383,26 +321,22 @@ def teacher_of(
     generated: NDArray[np.bool_],
     vocabulary: int | None,
 ) -> Teacher | None:
-    """Read the teacher's tokens of generated positions; None if there are none. Entry i describes
-    token i, as in vLLM's prompt_logprobs."""
+    """Read the teacher's tokens of generated positions, if there are any."""
     same_length(spot, len(generated), distill_token_ids=ids, distill_logprobs=logprobs)
     where = np.flatnonzero(generated)
     # Prompt positions may hold anything.
     named, values = [ids[i] for i in where], [logprobs[i] for i in where]
-    _lists_only(spot, "token", distill_token_ids=named, distill_logprobs=values)
+    _lists_only(spot, "token", dict(zip(TEACHER, (named, values), strict=True)))
     counts = [len(row) for row in named]
     if counts != [len(row) for row in values]:
-        raise _wrong(
-            TEACHER[1],
-            f"{spot}: distill_logprobs has another number of entries than distill_token_ids",
-        )
+        what = "distill_logprobs has another number of entries than distill_token_ids"
+        raise _wrong(TEACHER[1], f"{spot}: {what}")
     # Check all positions in one call: K may differ from position to position.
     flat_ids = token_ids(spot, list(chain.from_iterable(named)), vocabulary, name=TEACHER[0])
     flat = _numbers(spot, TEACHER[1], list(chain.from_iterable(values)))
     if not np.isfinite(flat).all() or (flat > POSITIVE_TOLERANCE).any():
-        raise _wrong(
-            TEACHER[1], f"{spot}: distill_logprobs holds NaN, Infinity or a number above 0"
-        )
+        what = "distill_logprobs holds NaN, Infinity or a number above 0"
+        raise _wrong(TEACHER[1], f"{spot}: {what}")
     if any(len(set(row)) < len(row) for row in named):
         raise _wrong(TEACHER[0], f"{spot}: distill_token_ids names a token twice at one position")
     if not len(flat):
@@ -410,8 +344,8 @@ def teacher_of(
     # filled: [L, K] bool, True where the teacher has a token.
     filled = np.zeros((len(generated), max(counts)), dtype=bool)
     filled[where] = np.arange(max(counts)) < np.array(counts)[:, None]
-    teacher = Teacher(
-        np.zeros(filled.shape, dtype=np.int64), np.full(filled.shape, -np.inf, dtype=np.float32)
-    )
-    teacher.ids[filled], teacher.logprobs[filled] = flat_ids, flat
-    return teacher
+    # Entry i describes token i, as in vLLM's prompt_logprobs; -inf is probability 0.
+    all_ids = np.zeros(filled.shape, dtype=np.int64)
+    all_logprobs = np.full(filled.shape, -np.inf, dtype=np.float32)
+    all_ids[filled], all_logprobs[filled] = flat_ids, flat
+    return Teacher(all_ids, all_logprobs)

@@ -1,15 +1,14 @@
 """Pack rollouts into rows without padding, and assign rows to ranks.
 
-The shift by one happens only here. The hidden state at position i - 1 predicts token i, so
-`predict` holds i - 1, while labels, logprobs, advantages and temperatures belong to token i. A
-sequence is cut before its last trained token: later tokens predict nothing that trains.
+The shift by one happens only here: position i - 1 predicts token i, so `predict` holds i - 1.
+Labels, logprobs, advantages and temperatures belong to token i.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
@@ -22,58 +21,48 @@ from trainer_core.rollouts.batch import Rollout
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Several sequences in one row: N tokens, S sequences, T trained tokens."""
+    """S sequences in one row of N tokens, T of which train."""
 
-    tokens: torch.Tensor
-    """[N] int64"""
+    tokens: torch.Tensor  # [N] int64
     positions: torch.Tensor
     """[N] int64, from 0 in every sequence"""
     lengths: tuple[int, ...]
-    """S lengths with sum N"""
+    """Sum is N"""
     predict: torch.Tensor
-    """[T] int64, row index of the hidden state that predicts each trained token"""
+    """[T] int64, position of the hidden state that predicts each label"""
     labels: torch.Tensor
     """[T] int64, the trained tokens"""
     logprobs: torch.Tensor
     """[T] float32, rollout logprobs of the labels, in nats"""
-    advantages: torch.Tensor
-    """[T] float32"""
-    temperatures: torch.Tensor
-    """[T] float32"""
+    advantages: torch.Tensor  # [T] float32
+    temperatures: torch.Tensor  # [T] float32
     reference: torch.Tensor | None = None
-    """[T] float32, logprobs of a frozen reference, NaN for missing values; None: the row has
-    none"""
+    """[T] float32 logprobs of a frozen reference, NaN where missing"""
     teacher_ids: torch.Tensor | None = None
     teacher_logprobs: torch.Tensor | None = None
-    """[T, K] int64 and float32, as in `fields.Teacher`; None: no teacher"""
+    """[T, K] int64 and float32, as in `fields.Teacher`"""
     base: torch.Tensor | None = None
-    """[T] float32, the policy's own logprobs before the batch's first optimizer step; None: the
-    current ones are those"""
+    """[T] float32 logprobs before the batch's first optimizer step; None: the current ones"""
     experts: torch.Tensor | None = None
-    """[N, sparse layers, K] int16, the experts that the engine chose for each token, -1 if unknown;
-    None: all unknown"""
+    """[N, sparse layers, K] int16 chosen by the engine, -1 if unknown"""
 
     @property
     def sequences(self) -> torch.Tensor:
-        """[T] int64, index of the sequence that each trained token belongs to."""
+        """[T] int64, index of each label's sequence."""
         ends = torch.tensor(self.lengths).cumsum(0).to(self.predict.device)
         return torch.searchsorted(ends, self.predict, right=True)
 
     def to(self, device: torch.device) -> PackedRow:
-        """The row on `device`; copies from pinned memory do not block."""
+        """Return the row on `device`; copies from pinned memory do not block."""
         if self.tokens.device == device:
             return self
-        moved = {
-            f.name: value.to(device, non_blocking=True)
-            if isinstance(value := getattr(self, f.name), torch.Tensor)
-            else value
-            for f in fields(self)
-        }
-        return PackedRow(**moved)
+        tensors = {n: value for n, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        return replace(self, **moved)
 
 
 def empty_row() -> PackedRow:
-    """A row of one token that does not train, for a rank with fewer rows than others."""
+    """Return a row of one token that does not train."""
     none = torch.zeros(0)
     where = torch.zeros(0, dtype=torch.int64)
     first = torch.zeros(1, dtype=torch.int64)
@@ -81,17 +70,16 @@ def empty_row() -> PackedRow:
 
 
 def pack(rollouts: Sequence[Rollout], max_tokens: int, threads: int = 1) -> list[PackedRow]:
-    """Pack into rows of at most `max_tokens` tokens; a longer single sequence gets its own row.
+    """Pack into rows of at most `max_tokens` tokens, in deterministic order.
 
-    Rows hold sequences of similar length, which bounds padding where attention needs it. Sequences
-    with zero advantages get rows of their own, which may need no backward pass. The order is
-    deterministic. Sequences without a trained token are left out.
+    A longer single sequence gets its own row. Sequences without a trained token are left out.
 
     Args:
-        threads: rows computed in parallel; the number of rows becomes a multiple of it, with about
-            equal sizes.
+        threads: rows computed in parallel; the number of rows becomes a multiple of it.
     """
     rows = []
+    # Rows of zero advantages may need no backward pass. Similar lengths in a row bound the padding
+    # where attention needs it.
     for _, alike in groupby(packing_order(rollouts), _is_flat):
         needed = [(_needed(r), r) for r in alike]
         lengths = [length for length, _ in needed]
@@ -101,11 +89,9 @@ def pack(rollouts: Sequence[Rollout], max_tokens: int, threads: int = 1) -> list
 
 
 def packing_order(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Sequences that train, in the order of rows: longest first; those without any advantage
-    last."""
-    return sorted(
-        (r for r in rollouts if r.trained.any()), key=lambda r: (_is_flat(r), -_needed(r))
-    )
+    """Sort sequences that train: longest first, those without advantage last."""
+    trained = (rollout for rollout in rollouts if rollout.trained.any())
+    return sorted(trained, key=lambda rollout: (_is_flat(rollout), -_needed(rollout)))
 
 
 def _is_flat(rollout: Rollout) -> bool:
@@ -113,12 +99,12 @@ def _is_flat(rollout: Rollout) -> bool:
 
 
 def _needed(rollout: Rollout) -> int:
-    """Number of tokens to read: up to, and without, the last trained one."""
+    # Tokens to read: the last trained one and those after it predict nothing that trains.
     return int(np.flatnonzero(rollout.trained)[-1])
 
 
 def _cuts(lengths: Sequence[int], room: int) -> list[int]:
-    """Indices where rows of at most `room` tokens start, followed by the number of sequences."""
+    """Indices where rows of at most `room` tokens start, and the number of sequences."""
     starts, free = [], 0
     for i, length in enumerate(lengths):
         if not i or length > free:
@@ -129,14 +115,15 @@ def _cuts(lengths: Sequence[int], room: int) -> list[int]:
 
 
 def _equal_room(lengths: Sequence[int], max_tokens: int, threads: int) -> int:
-    """Smallest row size that still gives the fewest rows that fill all threads evenly; `max_tokens`
-    at most."""
+    """Smallest row size that gives the fewest rows that fill all threads."""
     fewest = len(_cuts(lengths, max_tokens)) - 1
     rows = threads * -(-fewest // threads)
+
+    def enough(room: int) -> bool:
+        return len(_cuts(lengths, room)) - 1 <= rows
+
     # The number of rows falls as the size grows, so a binary search finds the smallest size.
-    return 1 + bisect_left(
-        range(1, max_tokens), True, key=lambda room: len(_cuts(lengths, room)) - 1 <= rows
-    )
+    return 1 + bisect_left(range(1, max_tokens), True, key=enough)
 
 
 def _row(members: list[tuple[int, Rollout]]) -> PackedRow:
@@ -144,6 +131,7 @@ def _row(members: list[tuple[int, Rollout]]) -> PackedRow:
     starts = [0, *accumulate(lengths)][:-1]
     where = [np.flatnonzero(r.trained) for _, r in members]
     pairs = list(zip((r for _, r in members), where, strict=True))
+    bases = [r.base[at] for r, at in pairs if r.base is not None]
 
     def column(values: list[NDArray[Any]]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(values))
@@ -159,9 +147,7 @@ def _row(members: list[tuple[int, Rollout]]) -> PackedRow:
         advantages=column([r.advantages[at] for r, at in pairs]),
         temperatures=column([np.full(len(at), r.temperature, dtype=np.float32) for r, at in pairs]),
         reference=_reference(pairs),
-        base=column([r.base[at] for r, at in pairs if r.base is not None])
-        if pairs[0][0].base is not None
-        else None,
+        base=column(bases) if bases else None,
         experts=packed_experts([r.experts for _, r in members], lengths),
         **_teacher(pairs),
     )
@@ -170,8 +156,7 @@ def _row(members: list[tuple[int, Rollout]]) -> PackedRow:
 def packed_experts(
     parts: Sequence[NDArray[np.int16] | None], lengths: Sequence[int]
 ) -> torch.Tensor | None:
-    """`PackedRow.experts` for sequences of these lengths, from the known experts of each one's
-    first tokens."""
+    """Return `PackedRow.experts` from the known experts of each sequence's first tokens."""
     known = next((part for part in parts if part is not None), None)
     if known is None:
         return None
@@ -184,7 +169,6 @@ def packed_experts(
 
 
 Pairs = Sequence[tuple[Rollout, NDArray[np.int64]]]
-"""Rollouts, each with the positions of its trained tokens."""
 
 
 def _reference(pairs: Pairs) -> torch.Tensor | None:
@@ -219,12 +203,9 @@ def _teacher(pairs: Pairs) -> dict[str, torch.Tensor]:
 def assign_rows(
     rows: Sequence[PackedRow], ranks: int, learns: Callable[[PackedRow], bool]
 ) -> list[list[int]]:
-    """Assign rows to ranks, by index: the same number on each, with about equal tokens; -1 is an
-    empty row.
-
-    All ranks run a forward pass together, so the n-th rows of all ranks are similar. Otherwise
-    ranks would wait for a long row, and a row that needs a backward pass would force one on all.
-    """
+    """Assign as many rows to each rank, by index, with about equal tokens; -1 is an empty row."""
+    # All ranks run a forward pass together, so the n-th rows of all ranks are similar: a long row
+    # makes the others wait, and a backward pass of one is a backward pass of all.
     order = sorted(range(len(rows)), key=lambda i: (not learns(rows[i]), -len(rows[i].tokens)))
     # A collective needs every rank, so the last round is filled up with empty rows.
     order += [-1] * (-len(order) % ranks)
@@ -240,5 +221,4 @@ def assign_rows(
 
 
 def rows_at(rows: Sequence[PackedRow], indices: Sequence[int]) -> list[PackedRow]:
-    """Return the rows of one rank's indices from `assign_rows`."""
     return [rows[index] if index >= 0 else empty_row() for index in indices]

@@ -1,13 +1,9 @@
-"""Rollouts in a file: recorded while a run trains on them, and replayed without run-api or a
-server.
+"""Rollouts in a file: recorded while a run trains on them, and replayed without a server.
 
-One JSON object per line, in run-api's format: `{"batch": [GROUP, ...]}` as `GET /batch` answers,
-which one step trains on; or a GROUP as environments send it (`tokens`, `masks`, `scores`,
-`inference_logprobs`, ...). Consecutive groups make up a batch when they have `batch_size` x
-`gradient_accumulation_steps` sequences. A recorder adds what the run's servers knew, so that a
-replay needs no server. A file made by hand needs none of it:
+One JSON object a line: `{"batch": [GROUP, ...]}` of one step, or a GROUP. Consecutive groups make
+up a batch of `batch_size` x `gradient_accumulation_steps` sequences. A recorder adds to a batch:
 
-    step that trained on the batch, from 1; replaces earlier lines of the same or a later step
+    step            that trained on it, from 1; replaces earlier lines of the same or a later step
     weight_version  of the policy at that step
     lag_bounds      environment -> largest allowed policy lag at that step
     versions        digest of a completion -> its oldest and newest weight version
@@ -36,20 +32,19 @@ from trainer_core.rollouts.source import LagMeter, Lags
 
 
 class Provenance(Protocol):
-    """Source of facts about completions: a server, or a recording of its answers."""
+    """Source of facts about completions: a server, or a recording of it."""
 
     def versions(self, digests: list[str]) -> list[tuple[int, int] | None]:
-        """Oldest and newest weight version of each completion; None if unknown."""
+        """Return the oldest and newest weight version of each completion."""
 
     def logprobs(
         self, prompts: list[str], completions: list[list[int]]
     ) -> list[KnownLogprobs | None]:
-        """Logprobs that the engine computed with each completion, by prompt digest and completion
-        tokens; None if unknown."""
+        """Return the engine's logprobs of each completion."""
 
 
 class RecordedLine(msgspec.Struct, omit_defaults=True):
-    """One line of the file; a group's other fields are skipped."""
+    """One line of the file; other fields are skipped."""
 
     batch: list[Any] | None = None
     step: int | None = None
@@ -60,8 +55,6 @@ class RecordedLine(msgspec.Struct, omit_defaults=True):
 
 
 class _Head(msgspec.Struct):
-    """The fields of a line that the index needs."""
-
     batch: list[msgspec.Raw] | None = None
     tokens: list[msgspec.Raw] | None = None
     step: int | None = None
@@ -69,21 +62,21 @@ class _Head(msgspec.Struct):
 
 class _Place(NamedTuple):
     offsets: list[int]
-    """Byte offsets of its line, or of its groups' lines."""
+    """Offsets in bytes of its line, or of its groups' lines."""
     step: int
 
 
 class RecordedRollouts:
-    """Batches of a file in order: a `RolloutSource`, and the `Provenance` of the last batch."""
+    """Batches of a file in order, and the `Provenance` of the last one."""
 
     def __init__(self, path: str | Path, batch_size: int) -> None:
         """Index the file.
 
         Args:
-            batch_size: sequences of a batch that is made of single-group lines.
+            batch_size: sequences of a batch made of single groups.
 
         Raises:
-            UsageError: the file is missing, has an invalid line, or has no complete batch.
+            UsageError: the file is missing, has an invalid line, or no complete batch.
         """
         self.path = Path(path)
         try:
@@ -92,10 +85,9 @@ class RecordedRollouts:
             raise UsageError(f"--rollouts {path}: {error.strerror}") from None
         self._places = _places(self._file, self.path, batch_size)
         if not self._places:
-            raise UsageError(
-                f"--rollouts {path}: it has no complete batch of {batch_size} sequences"
-            )
-        # Only the first line: it identifies a file that may still grow.
+            what = f"it has no complete batch of {batch_size} sequences"
+            raise UsageError(f"--rollouts {path}: {what}")
+        # Only the first line: the file may still grow.
         self._digest = blake2b(self._read(self._places[0].offsets[0]), digest_size=8).hexdigest()
         """Digest of the first line, by which a checkpoint recognizes the file."""
         self._next: int | None = None
@@ -104,8 +96,7 @@ class RecordedRollouts:
         print(f"✓ Rollouts of {self.path}: {len(self._places)} batches, steps {first} to {last}")
 
     def next_batch(self, step: int, on_idle: Callable[[], None] = lambda: None) -> RawBatch:
-        """Return the batch after the last one; at first, the one of the optimizer step after
-        `step`.
+        """Return the batch after the last one, at first the one after `step`.
 
         Raises:
             RolloutsEnd: no batch is left.
@@ -117,32 +108,25 @@ class RecordedRollouts:
         lines = [self._read(offset) for offset in self._places[self._next].offsets]
         self._next += 1
         self._line = msgspec.json.decode(lines[0], type=RecordedLine)
-        return (
-            self._line.batch
-            if self._line.batch is not None
-            else [msgspec.json.decode(line) for line in lines]
-        )
+        if self._line.batch is not None:
+            return self._line.batch
+        return [msgspec.json.decode(line) for line in lines]
 
     def position(self) -> dict[str, Any]:
-        """Position of the next batch, for a checkpoint. It differs from the step after batches that
-        trained nothing."""
+        """Position of the next batch, for a checkpoint."""
+        # Not derived from the step: batches that trained nothing have none.
         return {"batch": self._next, "file": self._digest}
 
     def go_on_from(self, position: dict[str, Any] | None) -> None:
-        """Start at a checkpoint's `position`; for another file, or without a position, start by the
-        step."""
+        """Start at a checkpoint's `position`, if it is of this file."""
         if position and position["file"] == self._digest:
             self._next = position["batch"]
 
     def _first(self, step: int) -> int:
-        """Index of the first batch after `step` optimizer steps: the next step's, or that many
-        batches further on if the recording starts later."""
-        # `before`: steps that were done before the recording began.
-        before = self._places[0].step - 1
-        return bisect_left(
-            [place.step for place in self._places],
-            step + 1 if step >= before else before + step + 1,
-        )
+        """Index of the first batch after `step` optimizer steps."""
+        before = self._places[0].step - 1  # steps done before the recording began
+        after = step if step >= before else before + step
+        return bisect_left([place.step for place in self._places], after + 1)
 
     def _read(self, offset: int) -> bytes:
         self._file.seek(offset)
@@ -150,25 +134,22 @@ class RecordedRollouts:
 
     @property
     def lag_bounds(self) -> dict[str, int]:
-        """Largest allowed policy lag of each environment when the last batch was recorded."""
+        """Largest allowed policy lag of each environment in the recorded run."""
         return self._line.lag_bounds
 
     @property
     def weight_version(self) -> int | None:
-        """The policy's weight version when it trained on the last batch; None if not recorded."""
+        """Weight version that trained on the last batch."""
         return self._line.weight_version
 
     def versions(self, digests: list[str]) -> list[tuple[int, int] | None]:
-        """See `Provenance`."""
         return [self._line.versions.get(digest) for digest in digests]
 
     def logprobs(
         self, prompts: list[str], completions: list[list[int]]
     ) -> list[KnownLogprobs | None]:
-        """See `Provenance`."""
-        found = (
-            self._line.logprobs.get(_name(*pair)) for pair in zip(prompts, completions, strict=True)
-        )
+        names = map(_name, prompts, completions)
+        found = (self._line.logprobs.get(name) for name in names)
         return [None if known is None else KnownLogprobs.model_validate(known) for known in found]
 
     def close(self) -> None:
@@ -176,7 +157,7 @@ class RecordedRollouts:
 
 
 class RecordedLags(LagMeter):
-    """Policy lag at the time of recording: the versions in the file belong to that run."""
+    """Policy lag in the recorded run, whose versions the file has."""
 
     def __init__(self, source: RecordedRollouts) -> None:
         super().__init__([source.versions])
@@ -188,7 +169,7 @@ class RecordedLags(LagMeter):
         return super().measure(rollouts, version if recorded is None else recorded)
 
     def bounds(self, derived: dict[str, int]) -> dict[str, int]:
-        """The bounds at the time of recording, which depended on that run's mode."""
+        """Return the recorded bounds, which depended on that run's mode."""
         return self._source.lag_bounds
 
 
@@ -217,10 +198,8 @@ def _places(file: BinaryIO, path: Path, batch_size: int) -> list[_Place]:
             places.append(_Place(groups, places[-1].step + 1 if places else 1))
             groups, held = [], 0
     if groups:
-        print(
-            f"[WARNING] {path}: its last {held} sequences do not fill a batch of "
-            f"{batch_size} and are left out"
-        )
+        rest = f"its last {held} sequences do not fill a batch of {batch_size}"
+        print(f"[WARNING] {path}: {rest} and are left out")
     return places
 
 
@@ -232,6 +211,7 @@ def _head(line: bytes, path: Path, number: int) -> _Head | None:
     """
     if not line.strip():
         return None
+    where = f"--rollouts {path}, line {number}"
     try:
         head = msgspec.json.decode(line, type=_Head)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -242,18 +222,12 @@ def _head(line: bytes, path: Path, number: int) -> _Head | None:
         if not_json := re.search(rb'"(\w+)":[^"]*?(NaN|-?Infinity)', line):
             field, value = (part.decode() for part in not_json.groups())
             raise UsageError(
-                f"--rollouts {path}, line {number}: {field} holds {value}, which JSON does "
-                f"not allow. fix: remove that "
+                f"{where}: {field} holds {value}, which JSON does not allow. fix: remove that "
                 "group, or put a number there (json.dumps writes NaN unless allow_nan is False)"
             ) from None
-        raise UsageError(
-            f"--rollouts {path}, line {number}: not a batch or group of rollouts ({error})"
-        ) from None
+        raise UsageError(f"{where}: not a batch or group of rollouts ({error})") from None
     if head.batch is None and head.tokens is None:
-        raise UsageError(
-            f'--rollouts {path}, line {number}: neither {{"batch": [...]}} nor a group with '
-            f"`tokens`"
-        )
+        raise UsageError(f'{where}: neither {{"batch": [...]}} nor a group with `tokens`')
     return head
 
 
@@ -271,11 +245,9 @@ class Recorder:
         self._failed = False
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # 0600: rollouts may contain private text. O_APPEND, so that a resumed run continues the
-            # file.
-            self._file = os.open(
-                self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600
-            )
+            # 0600: rollouts may contain private text. O_APPEND: a resumed run continues the file.
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            self._file = os.open(self.path, flags, 0o600)
             cut_torn_line(self._file)
         except OSError as error:
             raise UsageError(f"--record-rollouts {path}: {error.strerror}") from None
@@ -283,8 +255,7 @@ class Recorder:
     def write(
         self, step: int, version: int, batch: RawBatch, lag_bounds: dict[str, int] | None = None
     ) -> None:
-        """Write the batch of optimizer step `step`, trained at weights `version`. The first failure
-        prints a warning; training continues."""
+        """Write the batch that optimizer step `step` trains at weights `version`."""
         self._line.batch, self._line.step, self._line.weight_version = batch, step, version
         self._line.lag_bounds = lag_bounds or {}
         try:
@@ -301,7 +272,6 @@ class Recorder:
         self._line = RecordedLine(versions={}, logprobs={})
 
     def record_answers_of(self, server: Provenance) -> Provenance:
-        """Wrap `server`, so that its answers are part of the next `write`."""
         return _RecordedProvenance(server, self)
 
     def add_versions(self, digests: list[str], answers: list[tuple[int, int] | None]) -> None:
@@ -310,9 +280,7 @@ class Recorder:
 
     def add_logprobs(self, names: list[str], answers: list[KnownLogprobs | None]) -> None:
         pairs = zip(names, answers, strict=True)
-        self._line.logprobs |= {
-            name: known.model_dump() for name, known in pairs if known is not None
-        }
+        self._line.logprobs |= {name: known.model_dump() for name, known in pairs if known}
 
     def close(self) -> None:
         os.close(self._file)
@@ -333,8 +301,7 @@ class _RecordedProvenance:
         self, prompts: list[str], completions: list[list[int]]
     ) -> list[KnownLogprobs | None]:
         answers = self._server.logprobs(prompts, completions)
-        names = [_name(*pair) for pair in zip(prompts, completions, strict=True)]
-        self._recorder.add_logprobs(names, answers)
+        self._recorder.add_logprobs(list(map(_name, prompts, completions)), answers)
         return answers
 
 

@@ -1,18 +1,13 @@
-"""The trainer's next batch: fetch it, measure the policy lag of its rollouts, and leave out what
-must not train.
-
-If run-api keeps a batch until it trains (`RunApi.keeps_batches`), a thread fetches and reads the
-next one during training. It is the same batch as without prefetching: run-api returns the oldest
-groups first, and environments still count it as queued. So no rollout gets older. Its lag is
-measured when it trains.
-"""
+"""The trainer's next batch: fetch it, measure its policy lag, and leave out what must not train."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +16,15 @@ from atropos_common.protocol.bridge import MOST_DIGESTS
 from atropos_common.protocol.records import MISSING, AlignmentRecord
 from atropos_common.protocol.stages import FIRST_BATCH, reach
 from trainer_core.config import TrainingConfig
-from trainer_core.errors import ApiError, EngineError, EngineGone, MissingLogprobs, TooMuchLeftOut
+from trainer_core.errors import (
+    ApiError,
+    EngineError,
+    EngineGone,
+    MissingLogprobs,
+    RolloutsEnd,
+    TooMuchLeftOut,
+    UsageError,
+)
 from trainer_core.rollouts.asking import MissingAsker, RoutingAsker
 from trainer_core.rollouts.batch import (
     ASKED,
@@ -35,18 +38,21 @@ from trainer_core.rollouts.batch import (
 )
 from trainer_core.rollouts.client import Background, RawBatch, RolloutSource, RunApi
 from trainer_core.rollouts.fields import NOT_READ, WHY_UNUSED
-from trainer_core.rollouts.own import MOST_USELESS, OwnSource
 from trainer_core.telemetry import Telemetry
 
 REPEAT_S = 60.0
-"""Seconds between two warnings with the same text."""
+"""Seconds between warnings with the same text."""
 MANY_EMPTY = 10
-"""Consecutive batches with nothing to train on, after which a warning gives the reasons."""
+"""Batches with nothing to train on before a warning gives reasons."""
 
 LEFT_OUT_WINDOW = 20
-"""Window of `max_left_out` in batches; the limit applies once it is full."""
+"""Window of `max_left_out`, in batches."""
 MOST_NAMED = 50
-"""Limit of ignored fields that are printed; an environment may send any number."""
+"""Limit of ignored fields that are printed."""
+
+MOST_USELESS = 100
+"""Limit of consecutive batches of a caller with malformed groups only."""
+SHAPE = 'a batch is a list of groups, or {"batch": [GROUP, ...]}'
 
 UNSENDABLE = "lost in run-api, which could not send their batch (HTTP 500)"
 UNSENDABLE_WHY = (
@@ -57,64 +63,57 @@ UNKNOWN_AGE = "rollouts are of unknown age, so --max-policy-lag does not apply t
 ENOUGH_REPLAYED = 0.9
 LITTLE_REPLAYED = "batches in which little routing is replayed"
 NOT_REPLAYED = (
-    "{share:.0%} of the tokens of this one. No server knows the experts of the others, so "
-    "routers choose for them: "
-    "it was restarted, its memory for them is full, or an environment sends other tokens "
-    "than the server read"
+    "{share:.0%} of the tokens of this one. No server knows the experts of the others, so routers "
+    "choose for them: it was restarted, its memory for them is full, or an environment sends "
+    "other tokens than the server read"
 )
 
 Lags = list[int | None]
-"""Policy lag of each rollout in weight versions; None if no server knows the completion."""
+"""Policy lag of each rollout, in weight versions; None: unknown."""
 Versions = Callable[[list[str]], list[tuple[int, int] | None]]
-"""Map completion digests to the oldest and newest weight version of each; None if unknown."""
 
 
 class LagMeter:
-    """Ask the servers for the weight versions of each completion. A server that does not support
-    the request is dropped."""
+    """Measure the age of rollouts by their servers' weight versions."""
 
     def __init__(self, servers: Sequence[Versions]) -> None:
         self._servers = list(servers)
 
     def measure(self, rollouts: list[Rollout], version: int) -> Lags:
-        """`version` (the policy's) minus the oldest version of each rollout."""
+        """Return `version`, the policy's, minus the oldest version of each rollout."""
         versions = iter(self._ask([digest for r in rollouts for digest in r.digests]))
         lags: Lags = []
         for rollout in rollouts:
-            oldest = [
-                pair[0] for pair in (next(versions) for _ in rollout.digests) if pair is not None
-            ]
+            pairs = [next(versions) for _ in rollout.digests]
+            oldest = [pair[0] for pair in pairs if pair is not None]
             oldest += [] if rollout.oldest_version is None else [rollout.oldest_version]
             lags.append(version - min(oldest) if oldest else None)
         return lags
 
     def bounds(self, derived: dict[str, int]) -> dict[str, int]:
-        """Lag bound of each environment if the settings have none; here the `derived` one."""
+        """Return each environment's lag bound where the settings have none."""
         return derived
 
     def _ask(self, digests: list[str]) -> list[tuple[int, int] | None]:
-        """Oldest and newest version of each completion; None if no server knows it."""
+        """Return the oldest and newest version of each completion."""
         known: list[tuple[int, int] | None] = [None] * len(digests)
+        parts = [digests[at : at + MOST_DIGESTS] for at in range(0, len(digests), MOST_DIGESTS)]
         for ask in list(self._servers):
             try:
-                parts = [
-                    ask(digests[at : at + MOST_DIGESTS])
-                    for at in range(0, len(digests), MOST_DIGESTS)
-                ]
+                answer = [pair for part in parts for pair in ask(part)]
             except EngineGone as error:
                 print(f"Policy lag of this batch is unknown: {error}")
-            except EngineError as error:
+            except EngineError as error:  # the server does not support the request
                 print(f"Policy lag is unknown from now on: {error}")
                 self._servers.remove(ask)
             else:
-                answer = [pair for part in parts for pair in part]
                 # Each completion is known to the one server that made it.
                 known = [old or new for old, new in zip(known, answer, strict=True)]
         return known
 
 
 class RateLimitedWarnings:
-    """Print a new warning at once, and repeat it every `REPEAT_S` with the count since."""
+    """Print a new warning at once, then every `REPEAT_S` with the count since."""
 
     def __init__(self) -> None:
         self._unprinted: Counter[str] = Counter()
@@ -137,11 +136,11 @@ class EmptyBatches:
         """Sum of their counts."""
         self._batches = 0
         self.useless = 0
-        """Consecutive batches that are empty or have only malformed groups."""
+        """Batches in a row that are empty or malformed throughout."""
         self._began = self._printed_at = 0.0
 
     def add(self, batch: Batch) -> None:
-        """Add a batch; warn at the first one, and with reasons after `MANY_EMPTY`."""
+        """Warn at the first batch, and with reasons after `MANY_EMPTY`."""
         now = time.monotonic()
         self.held.absorb(batch)
         self._batches += 1
@@ -155,17 +154,14 @@ class EmptyBatches:
             reason, count = reasons.most_common(1)[0] if reasons else ("they are empty", 0)
             print(
                 f"[WARNING] nothing to train on in the last {self._batches} batches "
-                f"({now - self._began:.0f} s): "
-                f"{count} sequences left out: {reason}. Training continues with the first "
-                f"usable batch. fix: correct "
-                "or stop the environment that sends them, or change the setting that the "
-                "reason names"
+                f"({now - self._began:.0f} s): {count} sequences left out: {reason}. Training "
+                "continues with the first usable batch. fix: correct or stop the environment that "
+                "sends them, or change the setting that the reason names"
             )
 
 
 class LeftOutShare:
-    """Share of the last `LEFT_OUT_WINDOW` batches' sequences that could not train. Good sequences
-    left out by the objective or the lag bound do not count."""
+    """Share of sequences that could not train, in the last `LEFT_OUT_WINDOW` batches."""
 
     def __init__(self, most: float) -> None:
         self._most = most
@@ -178,26 +174,21 @@ class LeftOutShare:
             TooMuchLeftOut: the share exceeds `most`.
         """
         good = len(batch.rollouts) + len(batch.unselected_scores)
-        # An objective's own choice is counted in both.
+        # An objective's own choice is counted in both, and is no fault of a sequence.
         bad = sum(batch.left_out.values()) - len(batch.unselected_scores)
-        faults = Counter(
-            {reason: count for reason, count in batch.left_out.items() if batch.examples[reason]}
-        )
+        faults = Counter({why: n for why, n in batch.left_out.items() if batch.examples[why]})
         self._batches.append((bad, good + bad, faults))
-        left_out, total = (
-            sum(bad for bad, _, _ in self._batches),
-            sum(count for _, count, _ in self._batches),
-        )
+        left_out = sum(bad for bad, _, _ in self._batches)
+        total = sum(count for _, count, _ in self._batches)
         if len(self._batches) < LEFT_OUT_WINDOW or left_out <= self._most * total:
             return
         counts = sum((faults for _, _, faults in self._batches), Counter[str]())
         reasons = ", ".join(f"{reason} ({count})" for reason, count in counts.most_common(3))
         example = next(filter(None, batch.examples.values()), "none in the newest batch")
         raise TooMuchLeftOut(
-            f"{left_out} of the last {total} sequences cannot train, more than max_left_out "
-            f"= {self._most:g}: "
-            f"{reasons}. Example: {example}. fix: correct the environment or remove it, "
-            "or raise max_left_out under [trainer]"
+            f"{left_out} of the last {total} sequences cannot train, more than max_left_out = "
+            f"{self._most:g}: {reasons}. Example: {example}. fix: correct the environment or "
+            "remove it, or raise max_left_out under [trainer]"
         )
 
 
@@ -210,43 +201,39 @@ class BatchSource:
     telemetry: Telemetry
     selection: Selection
     advantage_std: bool
-    """Both are set by the objective."""
+    """Both are the objective's."""
     lag_meter: LagMeter
     while_waiting: Callable[[], None]
-    """Called before a batch is taken and about once a second until it comes; may raise."""
+    """Called before each batch and about once a second until it comes; may raise."""
     missing: MissingAsker = field(default_factory=lambda: MissingAsker([]))
     routing: RoutingAsker | None = None
-    """Fetches the experts of each batch when it is read, in parallel to training; None: routers
-    choose."""
+    """Fetches experts in parallel to training; None: routers choose."""
     record: Callable[[int, int, list[Any], dict[str, int]], None] | None = None
-    """Receives step, weight version, groups and lag bounds of each batch that trains."""
+    """Receives step, weight version, groups and lag bounds of each trained batch."""
     baselines: Baselines = field(default_factory=Baselines)
     position: Callable[[], dict[str, Any] | None] = lambda: None
-    """Position of the next batch in a rollouts file; None for other sources."""
+    """Position of the next batch in a rollouts file."""
     _ahead: Background[Batch] | None = None
-    """The prefetched batch."""
     _began: bool = False
-    """The first batch has arrived."""
     _greeted: bool = False
     _warnings: RateLimitedWarnings = field(default_factory=RateLimitedWarnings)
     _named: set[str] = field(default_factory=set)
     _left_out: Batch = field(default_factory=lambda: Batch([]))
-    """Counts of this attempt's batches with nothing to train on."""
+    """Counts of batches with nothing to train on."""
 
     def __post_init__(self) -> None:
         self._share = LeftOutShare(self.config.max_left_out)
         self._seen = self.baselines.state()
 
     def next_batch(self, step: int, version: int) -> tuple[Batch, Lags]:
-        """Return the next batch that has something to train on, and the policy lag of each rollout.
+        """Return the next batch that has something to train on, and its policy lags.
 
         Args:
             step: optimizer steps done.
             version: weight version of the policy.
 
         Raises:
-            MissingLogprobs: no sequence has logprobs, from the first batch on; a telemetry record
-                is written.
+            MissingLogprobs: no sequence has logprobs, from the first batch on.
             TooMuchLeftOut: the limit `max_left_out` is exceeded.
         """
         streak = EmptyBatches()
@@ -254,6 +241,8 @@ class BatchSource:
             # First, because it raises without a server: the batch then stays in run-api for the
             # next attempt.
             self.while_waiting()
+            # A prefetched batch is the same as without prefetching: run-api returns the oldest
+            # groups first. Its lag is measured here, when it trains.
             batch = self._take(step)
             self._share.add(batch)
             self.missing.fill(batch)
@@ -286,38 +275,31 @@ class BatchSource:
                 self._left_out.leave_out(reason, count, batch.examples[reason])
             streak.add(batch)
             if isinstance(self.api, OwnSource) and streak.useless >= MOST_USELESS:
+                last = f"the last {streak.useless} batches of {self.api.name}"
                 raise TooMuchLeftOut(
-                    f"rollouts: the last {streak.useless} batches of {self.api.name} have "
-                    f"nothing to train on: "
-                    f"{self.left_out_in_words()}. fix: correct the groups, or end with RolloutsEnd"
+                    f"rollouts: {last} have nothing to train on: {self.left_out_in_words()}. "
+                    "fix: correct the groups, or end with RolloutsEnd"
                 )
 
     def _lag_bounds(self, batch: Batch) -> dict[str, int]:
-        """Largest policy lag of each environment's rollouts: `max_policy_lag`, else derived from
-        the environment's own bound."""
+        """Return the setting, else what the environment's own bound allows."""
         if (most := self.config.max_policy_lag) is not None:
             return dict.fromkeys(batch.groups_by_env, most)
-        derived = {
-            env: lag_bound(self.config, ahead)
-            for env, ahead in batch.ahead.items()
-            if ahead is not None
-        }
-        return self.lag_meter.bounds(derived)
+        ahead = ((env, batches) for env, batches in batch.ahead.items() if batches is not None)
+        return self.lag_meter.bounds({env: lag_bound(self.config, each) for env, each in ahead})
 
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint; excludes a prefetched batch."""
+        """State for a checkpoint, without a prefetched batch."""
         return {"baselines": self._seen, "position": self.position()}
 
     def left_out_in_words(self) -> str:
-        """Reasons and an example of sequences in batches with nothing to train on; empty if there
-        were none."""
+        """Reasons and an example from batches with nothing to train on."""
         reasons = Counter(self._left_out.left_out)
         if not reasons:
             return ""
         parts = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common(3))
-        example = next(
-            filter(None, map(self._left_out.examples.get, dict(reasons.most_common()))), ""
-        )
+        examples = (self._left_out.examples[reason] for reason, _ in reasons.most_common())
+        example = next(filter(None, examples), "")
         text = f"{reasons.total()} of {reasons.total()} sequences were left out: {parts}"
         return f"{text}. Example: {example}" if example else text
 
@@ -335,9 +317,8 @@ class BatchSource:
                         raise
             return self._read(self.api.next_batch(step, on_idle=self.while_waiting))
         except MissingLogprobs as error:
-            self.telemetry.write(
-                AlignmentRecord, step + 1, verdict="mismatch", cause=f"{MISSING}: {error}"
-            )
+            cause = f"{MISSING}: {error}"
+            self.telemetry.write(AlignmentRecord, step + 1, verdict="mismatch", cause=cause)
             raise
 
     def _read(self, raw: RawBatch) -> Batch:
@@ -378,10 +359,9 @@ class BatchSource:
         if not self._greeted and batch.sample_len:
             self._greeted = True
             print(f"✓ inference_logprobs found in batch (sample len: {batch.sample_len})")
-        if batch.logprob_warning:
-            self._warnings.count(
-                "batches with inference_logprobs that are not logprobs", 1, batch.logprob_warning
-            )
+        if why := batch.logprob_warning:
+            what = "batches with inference_logprobs that are not logprobs"
+            self._warnings.count(what, 1, why)
         for reason, count in batch.left_out.items():
             self._warnings.count(f"sequences left out: {reason}", count, batch.examples[reason])
         for text, count in batch.remarks.items():
@@ -389,10 +369,8 @@ class BatchSource:
         # Once per field and run.
         for name in sorted(batch.unused.keys() - self._named)[: MOST_NAMED - len(self._named)]:
             self._named.add(name)
-            print(
-                f"[NOTE] an environment sends {name}, which is not used: "
-                f"{WHY_UNUSED.get(name, NOT_READ)}"
-            )
+            why = WHY_UNUSED.get(name, NOT_READ)
+            print(f"[NOTE] an environment sends {name}, which is not used: {why}")
 
     def _warn_of_routing(self, batch: Batch) -> None:
         replayed = batch.routing_replayed
@@ -401,38 +379,27 @@ class BatchSource:
 
 
 def lag_bound(config: TrainingConfig, ahead: int) -> int:
-    """Largest policy lag, in weight versions, of an environment that may be `ahead` batches ahead
-    of the trainer.
-
-    A group waits in run-api behind at most `ahead` batches. The same number is allowed for batches
-    that train while its completions are generated. Older groups are left out.
-    """
+    """Largest policy lag of an environment that may be `ahead` batches ahead."""
+    # A group waits in run-api behind at most `ahead` batches, and as many train while its
+    # completions are generated.
     # In single copy each optimizer step of a batch is a version of its own.
     batch = config.minibatches * config.epochs if config.mode == "shared_vllm" else 1
-    reloads = config.mode in ("none", "lora_restart")  # the engine may be behind the trainer
-    # `overlap_publish` is True or False: engines may be one version behind.
-    return (
-        2 * ahead * batch
-        + (config.vllm_restart_interval - 1 if reloads else 0)
-        + config.overlap_publish
-    )
+    # Engines may be behind the trainer: by a reload interval, or by a publish under way.
+    reloads = config.mode in ("none", "lora_restart")
+    behind = config.vllm_restart_interval - 1 if reloads else 0
+    return 2 * ahead * batch + behind + config.overlap_publish
 
 
 def leave_out_by_lag(
     batch: Batch, lags: Lags, bounds: Mapping[str, int], *, keep_unknown: bool = True
 ) -> Lags:
-    """Leave out rollouts older than their environment's bound, and rollouts of abandoned weights:
-    versions from before a return to a checkpoint, which no update leads to. `keep_unknown` keeps
-    rollouts of unknown age."""
+    """Leave out rollouts older than their bound, or generated by abandoned weights."""
 
     def reason(rollout: Rollout, lag: int | None) -> str | None:
         most = bounds.get(rollout.env or UNNAMED)
         if lag is None:
-            return (
-                None
-                if keep_unknown or most is None
-                else f"of unknown age, with --max-policy-lag {most}"
-            )
+            kept = keep_unknown or most is None
+            return None if kept else f"of unknown age, with --max-policy-lag {most}"
         # Newer than the policy: published before a return to a checkpoint.
         if lag < 0:
             return "generated by weights that a restart gave up"
@@ -444,7 +411,73 @@ def leave_out_by_lag(
     why = [reason(rollout, lag) for rollout, lag in zip(batch.rollouts, lags, strict=True)]
     for text in filter(None, why):
         batch.leave_out(text, 1)
-    batch.rollouts = [
-        rollout for rollout, out in zip(batch.rollouts, why, strict=True) if out is None
-    ]
+    kept = zip(batch.rollouts, why, strict=True)
+    batch.rollouts = [rollout for rollout, out in kept if out is None]
     return [lag for lag, out in zip(lags, why, strict=True) if out is None]
+
+
+class OwnSource:
+    """A `RolloutSource` over the `rollouts` argument of `train`: an iterable, or an object with
+    `next_batch`."""
+
+    def __init__(self, source: Any) -> None:
+        """Raises:
+        UsageError: `source` is neither.
+        """
+        self.name = type(source).__name__
+        self._source = source
+        call = getattr(source, "next_batch", None)
+        if isinstance(source, type):
+            raise UsageError(f"rollouts: {source.__name__} is a class. fix: pass an instance of it")
+        if callable(call):
+            self._ask = _fitted(call, self.name)
+        elif isinstance(source, Iterable) and not isinstance(source, str | bytes | dict):
+            batches = iter(source)
+            self._ask = lambda step, on_idle: next(batches)
+        else:
+            raise UsageError(
+                f"rollouts: {self.name} is not a source of batches. fix: pass a file's path, an "
+                f"iterable of batches, or an object with next_batch(step, on_idle); {SHAPE}"
+            )
+
+    def next_batch(self, step: int, on_idle: Callable[[], None] = lambda: None) -> RawBatch:
+        """Return the groups of the next batch.
+
+        Raises:
+            RolloutsEnd: the source has no more.
+            UsageError: it returned something that is not a batch.
+        """
+        try:
+            given = self._ask(step, on_idle)
+        except StopIteration:
+            raise RolloutsEnd(f"{self.name} has no more rollouts") from None
+        batch = given.get("batch") if isinstance(given, dict) else given
+        if not isinstance(batch, list | tuple):
+            # An error here, because the batch would count as empty, and the next one is no better.
+            keys = f" with the keys {', '.join(map(str, given))}" if isinstance(given, dict) else ""
+            what = f"{self.name} returned {type(given).__name__}{keys} as a batch"
+            raise UsageError(f"rollouts: {what}. fix: {SHAPE}")
+        return list(batch)
+
+    def close(self) -> None:
+        if callable(close := getattr(self._source, "close", None)):
+            close()
+
+
+def _fitted(call: Callable[..., Any], name: str) -> Callable[[int, Callable[[], None]], Any]:
+    """Adapt `call` to (step, on_idle); it may take both, only `step`, or none."""
+    try:
+        signature = inspect.signature(call)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return lambda step, on_idle: call(step, on_idle=on_idle)
+    # Most arguments first, so that a callable gets all that it accepts.
+    ways: list[tuple[tuple[str, ...], Callable[[int, Callable[[], None]], Any]]] = [
+        (("step", "on_idle"), lambda step, on_idle: call(step, on_idle=on_idle)),
+        (("step",), lambda step, on_idle: call(step)),
+        ((), lambda step, on_idle: call()),
+    ]
+    for names, ask in ways:
+        with suppress(TypeError):
+            signature.bind(*names[:1], **dict.fromkeys(names[1:]))
+            return ask
+    raise UsageError(f"rollouts: {name}.next_batch{signature} must take (step, on_idle)")
