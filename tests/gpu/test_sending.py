@@ -14,8 +14,7 @@ import torch
 
 from atropos_common.broadcast.group import unique_id
 from tests.unit.small_models import CONFIGS, build
-from trainer_core.weight_sync.collectives import NcclGroup
-from trainer_core.weight_sync.outgoing import OnePiece, Outgoing, Shards
+from trainer_core.weight_sync.sending import NcclGroup, OnePiece, Outgoing, Shards
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 CYCLES = 2_000_000_000

@@ -19,7 +19,7 @@ def trainer() -> None:
     import torch
 
     from atropos_common.broadcast.transfer import TransferInit
-    from trainer_core.weight_sync.collectives import Rendezvous, connect
+    from trainer_core.weight_sync.sending import Rendezvous, connect
 
     meeting = Rendezvous("gloo", OWN, 0, 2, 60.0)
     init = TransferInit(

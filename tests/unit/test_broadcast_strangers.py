@@ -32,7 +32,7 @@ from tests.unit.transfer_stand_in import Receiver
 from trainer_core.errors import UsageError
 from trainer_core.weight_sync.base import Start
 from trainer_core.weight_sync.broadcast import Broadcast
-from trainer_core.weight_sync.collectives import Rendezvous
+from trainer_core.weight_sync.sending import Rendezvous
 from vllm_server.weights import collectives
 
 __all__ = ["base", "make", "receivers"]

@@ -34,9 +34,8 @@ from trainer_core.rollouts.source import LagMeter
 from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.base import Start, SyncReport
 from trainer_core.weight_sync.broadcast import Broadcast, require_nodes
-from trainer_core.weight_sync.collectives import meeting_point
 from trainer_core.weight_sync.orders import Follower, Order, Orders
-from trainer_core.weight_sync.outgoing import into_one_piece
+from trainer_core.weight_sync.sending import into_one_piece, meeting_point
 from vllm_server.weights.copy_recorder import named_views
 
 Make = Callable[..., Broadcast]
@@ -374,7 +373,7 @@ def test_a_worker_that_hangs_is_named_before_it_is_given_up(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainer_core.weight_sync.broadcast.NAME_S", 0.3)
+    monkeypatch.setattr("trainer_core.weight_sync.broadcast.WARN_AFTER_S", 0.3)
     sync = make()
     model = sync.attach(Start())
     sync.config = sync.config.model_copy(update={"broadcast_timeout": 1.5})
@@ -492,7 +491,7 @@ def test_a_trainer_that_dies_is_an_error_on_the_server(
 def test_a_group_that_keeps_failing_is_tried_ever_more_rarely(
     make: Make, receivers: list[Receiver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_core.weight_sync.broadcast.LAST_WORDS_S", 0.0)
+    monkeypatch.setattr("trainer_core.weight_sync.broadcast.OTHER_ERRORS_S", 0.0)
     receivers[1].fault = "breaks"
     sync = make(engine_timeout=4.0)
     sync.attach(Start())

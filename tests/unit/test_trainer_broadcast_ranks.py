@@ -24,7 +24,7 @@ from tests.unit.small_models import SMALL, build
 from tests.unit.transfer_stand_in import Receiver
 from trainer_core.errors import UsageError
 from trainer_core.policy.load import Spot, checkpoint_layout
-from trainer_core.weight_sync.outgoing import _cut
+from trainer_core.weight_sync.sending import _cut
 
 UNEVEN = SMALL | {"vocab_size": 81, "intermediate_size": 45, "head_dim": 16}
 """Rows that two ranks cannot halve."""

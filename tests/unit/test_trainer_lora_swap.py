@@ -203,12 +203,12 @@ def test_memory_of_a_dead_server_is_let_go_of(base: Path, tmp_path: Path) -> Non
     shared = SharedBase(settings, torch.device("cpu"), Event())
     model = shared.load()
     add_adapter(model, settings)
-    shared.let_go_of_the_dead()
+    shared.release_ended()
     sizes = {name: p.shape for name, p in model.named_parameters()}
     assert all(len(p) for p in model.parameters()), "it lives"
     with subprocess.Popen(["true"]) as ended:
         shared._memory._process = psutil.Process(ended.pid)
-    shared.let_go_of_the_dead()
+    shared.release_ended()
     assert all(bool(len(p)) == p.requires_grad for p in model.parameters()), (
         "the adapter alone is left"
     )

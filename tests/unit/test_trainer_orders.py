@@ -14,22 +14,22 @@ import torch
 from atropos_common.system.run_dir import ENV_NODE_ADDRESS
 from trainer_core.ranks.world import ENV_MEETING
 from trainer_core.weight_sync.orders import (
-    FIRST_WORD,
+    FIRST_MESSAGE,
     SECRET_BYTES,
     Follower,
     Meeting,
     Order,
     Orders,
 )
-from trainer_core.weight_sync.outgoing import Outgoing
+from trainer_core.weight_sync.sending import Outgoing
 
 
 def test_strangers_who_say_nothing_hold_up_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after another, each had `FIRST_WORD_S`; half a minute of them, and the ranks came too
+    """One after another, each had `FIRST_MESSAGE_S`; half a minute of them, and the ranks came too
     late."""
     monkeypatch.setenv(ENV_MEETING, "/shared/ranks")
     monkeypatch.setenv(ENV_NODE_ADDRESS, "127.0.0.2")
-    monkeypatch.setattr("trainer_core.weight_sync.orders.FIRST_WORD_S", 600.0)
+    monkeypatch.setattr("trainer_core.weight_sync.orders.FIRST_MESSAGE_S", 600.0)
     monkeypatch.setattr("trainer_core.weight_sync.orders.MOST_WAITING", 4, raising=False)
     orders = Orders(2)
     meeting = orders.meeting
@@ -70,7 +70,7 @@ def test_orders_reach_the_other_ranks_and_strangers_are_left_out(
     assert (meeting.at == "127.0.0.2", bool(meeting.port)) == (several, several)
     if several:
         stranger = socket.create_connection((meeting.at, meeting.port))
-        stranger.sendall(b"0" * (FIRST_WORD - 2) + b" 1")
+        stranger.sendall(b"0" * (FIRST_MESSAGE - 2) + b" 1")
     made: list[Follower] = []
 
     def follow() -> None:

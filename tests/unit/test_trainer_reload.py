@@ -332,7 +332,7 @@ def test_a_server_of_somebody_else_is_not_restarted(make: Any, engine: LoadingEn
     model = sync.attach(Start())
     with pytest.raises(
         UsageError,
-        match=r"ATROPOS_WEIGHT_UPDATES=1.*not ours to restart: let the trainer start its",
+        match=r"ATROPOS_WEIGHT_UPDATES=1.*cannot restart it. fix: let the trainer start its",
     ):
         sync.publish(1, nudge(model))
 
@@ -343,7 +343,7 @@ def test_of_several_servers_none_is_restarted(make: Any, engine: LoadingEngine) 
     sync = make(vllm_restart_interval=1, vllm_urls=[engine.url, engine.url])
     model = sync.attach(Start())
     with pytest.raises(
-        UsageError, match=r"not ours to restart: of several servers none is .* mode broadcast"
+        UsageError, match=r"cannot restart it. fix: take one server, or mode broadcast"
     ):
         sync.publish(1, nudge(model))
 

@@ -1,2 +1,1 @@
-"""Publishing trained weights to the inference server: one strategy per mode behind
-`base.WeightSync`."""
+"""Publishing weights to the inference server: one strategy per mode behind `base.WeightSync`."""

@@ -1,8 +1,4 @@
-"""The interface of all modes: attach to the servers, publish each version, close.
-
-Modes with separate trainer weights also handle restarted servers, which get the present weights
-again.
-"""
+"""The interface of all modes: attach to the servers, publish each version, close."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ from trainer_core.server.lifecycle import Lifecycle, supervised, wait_for_server
 if TYPE_CHECKING:
     import torch
 
-LOOK_S = 1.0
+CHECK_S = 1.0
 """Seconds between checks whether the server is still the same."""
 FIRST_PAUSE_S = 0.2
 
@@ -41,21 +37,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SyncReport:
-    """Report of one publish; `phases` in seconds add up to `seconds`."""
+    """Report of one publish; `phases` are seconds."""
 
     mode: str
     weight_version: int
     seconds: float
     phases: dict[str, float] = field(default_factory=dict)
     moved: bool = True
-    """A server has the version; False: only the trainer has it, until the next load is due."""
+    """False: only the trainer has the version so far."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """Servers without the version, because they are away, with the reason."""
+    """Reason by server that is away and lacks the version."""
 
 
 class Phases:
-    """Seconds of each named phase of a publish."""
-
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
@@ -70,8 +64,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class Start:
-    """Weights that a run starts from: a checkpoint directory, or the base model (None) at version
-    0."""
+    """Checkpoint directory, or the base model (None) at version 0, to start from."""
 
     weights: Path | None = None
     version: int = 0
@@ -80,39 +73,37 @@ class Start:
 class WeightSync(ABC):
     """Strategy that brings trained weights to inference servers.
 
-    With several ranks each rank has one, and all call attach, publish and let_go together; they
-    return or raise the same. Only rank 0 knows servers (`engines`), and only it calls `check`.
+    Each rank has one. All ranks call attach, publish and let_go together; only rank 0 knows servers
+    and calls `check`.
     """
 
     shares_memory = False
-    """A server computes with the policy's own memory, so it sees every write, and every write must
-    be a publish."""
+    """The server computes with the policy's memory, so every write must be a publish."""
 
     def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
         self.config = config
         self.device = device
         self.stop = stop
         self.world: World = ALONE
-        self.engines: list[ServerClient] = []
-        """Servers that generate the rollouts, from `attach` on."""
+        self.engines: list[ServerClient] = []  # known from `attach` on
         self.left_out: dict[str, str] = {}
-        """Addresses of the servers that the run goes on without, with the reason."""
+        """Reason by address of a server that the run goes on without."""
         self.arrived: Callable[[SyncReport], None] = lambda report: None
-        """Called on rank 0 when a version reaches the servers after its `publish` has returned."""
+        """Called on rank 0 when a version arrives after its `publish` has returned."""
         self.wait_for_room: Callable[[Path, str], None] | None = None
-        """Called while a disk is full, with the folder and the system's message; returns when a
-        retry makes sense."""
+        """Called on a full disk, with folder and message; returns when a retry makes sense."""
+        # Without a supervisor nobody reports that a server is on its way.
         supervisor = supervised(config, stop)
         self._coming = supervisor.coming if supervisor else lambda: None
 
     @property
     def spread(self) -> World:
-        """Ranks that hold the policy, each as if it had all of it; `dealt` are those that split the
-        rows of a step."""
+        """Ranks that hold the policy, each as if it had all of it."""
         return self.world
 
     def _spread(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Shard the result of `load` over the ranks, on the trainer's device."""
+        """Shard a loaded model over the ranks."""
+        # Late imports: this module is read before torch is needed.
         from trainer_core.policy.load import train_only
         from trainer_core.policy.sharding import shard
 
@@ -121,91 +112,75 @@ class WeightSync(ABC):
 
     @abstractmethod
     def attach(self, start: Start) -> torch.nn.Module:
-        """Wait for the server and return the policy, with the weights of `start` on both sides."""
+        """Wait for the server and return the policy, both with the weights of `start`."""
 
     def settle(self) -> None:  # noqa: B027 - most modes have nothing under way
-        """Wait until the last published version has arrived, on all ranks. Required before
-        parameters change other than by `publish`, and at the end.
+        """Wait on all ranks until the last published version has arrived.
 
         Raises:
             EngineGone: no server has it, and none came back within `engine_timeout`.
         """
 
     def publish(self, version: int, write: Callable[[], None]) -> SyncReport:
-        """Call `write`, which changes the policy's parameters in place, and let the server generate
-        with `version`."""
+        """Let `write` change the parameters in place, and the server generate with `version`."""
         clock = Phases()
         moved = self._publish(version, write, clock)
         return self._report(version, clock.seconds, moved)
 
     def _report(self, version: int, phases: dict[str, float], moved: bool) -> SyncReport:
-        return SyncReport(
-            self.config.mode,
-            version,
-            sum(phases.values()),
-            phases,
-            moved=moved,
-            left_out=dict(self.left_out),
-        )
+        seconds, left_out = sum(phases.values()), dict(self.left_out)
+        return SyncReport(self.config.mode, version, seconds, phases, moved, left_out)
 
     @abstractmethod
     def _publish(self, version: int, write: Callable[[], None], clock: Phases) -> bool:
-        """Do the work of `publish`; return True if a server now generates with `version`."""
+        """Publish; return True if a server now generates with `version`."""
 
     @abstractmethod
     def check(self) -> None:
         """Raise `EngineGone` if the server has died for good; cheap."""
 
     def let_go(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> str:
-        """Give the policy its own memory, with the present weights, because the server is gone. A
-        no-op unless the mode shares memory.
+        """Give the policy its own memory, because the server is gone.
+
+        Return why the present weights are lost; empty if they are not.
 
         Args:
             copies: parameter -> float32 copy of its present weights, where one exists.
-
-        Returns:
-            The reason why the present weights are lost; empty if they are not.
         """
         return ""
 
     def close(self) -> None:
-        """Release all resources; the server goes on with the last version."""
         for engine in self.engines:
             engine.close()
 
     def _await_server(
         self, ready: Callable[[], T], meanwhile: tuple[type[Exception], ...] = (EngineGone,)
     ) -> T:
-        """Return the result of `ready` once it raises none of `meanwhile`; see
-        `wait_for_server`."""
-        return wait_for_server(
-            ready, self.config.engine_timeout, self.stop, meanwhile=meanwhile, coming=self._coming
-        )
+        """Return the result of `ready`, as `wait_for_server` does."""
+        timeout_s, coming = self.config.engine_timeout, self._coming
+        return wait_for_server(ready, timeout_s, self.stop, meanwhile=meanwhile, coming=coming)
 
 
 class SeparateWeights(WeightSync):
-    """Base of the strategies with separate trainer weights: every server gets the present ones.
+    """Base of the strategies with separate trainer weights, which every server gets."""
 
-    A server started with `ATROPOS_HOLD_GENERATION=1` answers only after it has them.
-    """
-
-    lifecycle: Lifecycle | None = None
-    """Starts and restarts the server, in modes that need restarts."""
+    # A server started with `ATROPOS_HOLD_GENERATION=1` answers only after it has them.
+    lifecycle: Lifecycle | None = None  # in modes that need restarts
 
     def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
         super().__init__(config, device, stop)
         self.version = 0
         self.fed: set[ServerClient] = set()
-        """Servers known to answer with the present weights."""
-        self._looked = 0.0
+        """Servers that answer with the present weights."""
+        self._checked = 0.0
 
     def attach(self, start: Start) -> torch.nn.Module:
         """Load the weights of `start` and bring them to every server.
 
         Raises:
             EngineGone: a server did not answer with them within `engine_timeout`.
-            UsageError: a server has the wrong kind, or was not started for weight updates.
-            EngineError: a server refuses them, because it serves another model.
+            UsageError: a server was started for another mode.
+            EngineError: a server serves another model.
         """
         self.version = start.version
         self.model = self._spread(self.load(start.weights))
@@ -225,50 +200,41 @@ class SeparateWeights(WeightSync):
                 self._serve_again(engine)
 
     def load(self, weights: Path | None) -> torch.nn.Module:
-        """The model in the trainer's dtype, with `weights` or the base model's; the ranks then
-        shard it."""
+        """Load `weights` or the base model in the trainer's dtype, for `shard`."""
         from trainer_core.policy.load import dtype_of, load_config
         from trainer_core.policy.sharding import load_for
 
-        dtype = dtype_of(
-            load_config(self.config.model_name, frozen=self.config.trains_adapters),
-            self.config.dtype,
-        )
-        return load_for(self.world, weights or self.config.model_name, dtype, self.device)
+        name = self.config.model_name
+        config = load_config(name, frozen=self.config.trains_adapters)
+        dtype = dtype_of(config, self.config.dtype)
+        return load_for(self.world, weights or name, dtype, self.device)
 
     def _publish(self, version: int, write: Callable[[], None], clock: Phases) -> bool:
         with clock("write"):
             write()
         self.version = version
+        # Collected on all ranks, because rank 0 may be alone when a server needs the weights.
         self._collect(clock)
         return self.world.share(lambda: self._delivered(clock))
 
     def _collect(self, clock: Phases) -> None:
-        """On all ranks: prepare the present weights so that rank 0 can give them to a server now or
-        later."""
+        """Prepare the present weights on all ranks for rank 0."""
 
     def _delivered(self, clock: Phases) -> bool:
         try:
             return self._deliver(clock)
         except Stopped:
-            print(
-                f"Stopped before every server had version {self.version}; the update is "
-                f"complete here"
-            )
+            late = f"Stopped before every server had version {self.version}"
+            print(f"{late}; the update is complete here")
             return False
 
     @abstractmethod
     def _deliver(self, clock: Phases) -> bool:
-        """Bring the present weights to every server if that is due; return True if it was.
-
-        Raises:
-            Stopped: a stop was requested during the wait for a server.
-        """
+        """Bring the present weights to every server if that is due; return True if it was."""
 
     @abstractmethod
     def _give(self, engine: ServerClient, info: BridgeInfo) -> None:
-        """Make `engine`, whose state is `info`, answer with the trainer's present weights as
-        `self.version`.
+        """Make `engine`, whose state is `info`, answer with the present weights.
 
         Raises:
             EngineGone: it does not answer; the caller retries.
@@ -281,10 +247,11 @@ class SeparateWeights(WeightSync):
             EngineGone: it did not come back within `engine_timeout`.
         """
         now = time.monotonic()
-        if now - self._looked < LOOK_S or self.stop.is_set():
+        if now - self._checked < CHECK_S or self.stop.is_set():
             return  # at the end no server is needed: the weights are here
-        self._looked = now
+        self._checked = now
         for engine in self.engines:
+            # A restarted server is another instance, which `info` refuses.
             try:
                 engine.info()
             except EngineGone:
@@ -310,36 +277,35 @@ class SeparateWeights(WeightSync):
 
 
 class WrittenWeights(SeparateWeights):
-    """Base of the strategies whose servers load each version from a folder on this machine."""
+    """Base of the strategies whose servers load each version from a folder."""
 
     def __init__(
         self, config: TrainingConfig, device: torch.device, stop: threading.Event, what: str
     ) -> None:
-        """Args:
-        what: what is written (weights, adapters); the name of a folder."""
+        """`what` is weights or adapters, and the folder's name."""
         super().__init__(config, device, stop)
         run = RunDir.from_env()
         # Keep links unresolved: another node may mount the same disk elsewhere.
         self._folder = ((run.bridge if run else Path(config.save_path)) / what).absolute()
         self._tag = secrets.token_hex(3)
-        """Unique per attempt: a server may still read an old folder of the same version."""
+        """A server may still read this version's folder of an earlier attempt."""
 
     def _path(self, version: int) -> Path:
         return self._folder / f"v{version}-{self._tag}"
 
     def _write_present(self, write: Callable[[Path], None], what: str, room: str) -> None:
-        """Let `write` fill the folder of the present version, and rename it once it is complete;
-        retry after each wait for disk space.
+        """Let `write` fill the present version's folder; wait for disk space and retry.
 
         Args:
-            what, room: for messages: what is written, and how to make space for it.
+            what, room: for messages: what is written, and how to make space.
 
         Raises:
-            TrainerError: the disk is full and there is no wait, or the folder is not writable.
+            TrainerError: the disk is full, or the folder is not writable.
         """
         target = self._path(self.version)
         aside = target.with_name(f".{target.name}.writing")
         while True:
+            # Renamed once it is complete, so that no server loads half of it.
             try:
                 shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir(parents=True)
@@ -351,13 +317,14 @@ class WrittenWeights(SeparateWeights):
                 shutil.rmtree(aside, ignore_errors=True)
                 if self.wait_for_room is None or not (words := why_full(error)):
                     raise TrainerError(
-                        f"{what} of version {self.version} cannot be written into "
-                        f"{self._folder}: {error}. The server "
-                        f"keeps the older version. {room} there, or put the run on another disk"
+                        f"{what} of version {self.version} cannot be written into {self._folder}: "
+                        f"{error}. The server keeps the older version. {room} there, or put the "
+                        "run on another disk"
                     ) from None
                 self.wait_for_room(self._folder, words)
 
 
+# Imported by name when it is chosen: each mode has heavy imports of its own.
 _STRATEGIES: dict[Mode, tuple[str, str]] = {
     "shared_vllm": ("shared_vllm", "SingleCopy"),
     "broadcast": ("broadcast", "Broadcast"),
@@ -370,10 +337,11 @@ _STRATEGIES: dict[Mode, tuple[str, str]] = {
 def make_sync(
     config: TrainingConfig, device: torch.device, stop: threading.Event, world: World = ALONE
 ) -> WeightSync:
-    """The strategy for `config.mode`; with recorded rollouts one without a server."""
-    module, name = _STRATEGIES[config.mode] if config.rollouts is None else ("offline", "Offline")
-    made: WeightSync = getattr(import_module(f"trainer_core.weight_sync.{module}"), name)(
-        config, device, stop
-    )
+    """Return the strategy for `config.mode`; recorded rollouts need no server."""
+    module, name = _STRATEGIES[config.mode]
+    if config.rollouts is not None:
+        module, name = "none_reload", "Offline"
+    strategy = getattr(import_module(f"trainer_core.weight_sync.{module}"), name)
+    made: WeightSync = strategy(config, device, stop)
     made.world = world
     return made

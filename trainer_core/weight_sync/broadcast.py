@@ -1,13 +1,8 @@
-"""Mode `broadcast` (`shared_vllm --use-shared-memory`): the trainer has its own GPUs and broadcasts
-its weights.
+"""Mode `broadcast` (`shared_vllm --use-shared-memory`): the trainer broadcasts from its own GPUs.
 
-The trainer's ranks and all workers of the servers form one group, over NCCL between GPUs and gloo
-on CPUs. Each rank sends its own rows, so nothing is gathered first. A server freezes generation
-only while it receives.
-
-A server that dies breaks the group. The error names it and the phase, and a new group without it
-brings the present weights to all others. The trainer polls it once a second, and a server that is
-back gets the present weights before it answers.
+The trainer's ranks and all servers' workers form one group, over NCCL or gloo; each rank sends its
+own rows. A server that dies breaks the group: a new one without it brings the present weights to
+all others, and the server gets them when it is back.
 """
 
 from __future__ import annotations
@@ -35,26 +30,27 @@ from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.policy.sharding import compute_dtype
 from trainer_core.server.client import ServerClient
-from trainer_core.weight_sync.base import FIRST_PAUSE_S, LOOK_S, Phases, SeparateWeights
-from trainer_core.weight_sync.collectives import (
+from trainer_core.weight_sync.base import CHECK_S, FIRST_PAUSE_S, Phases, SeparateWeights
+from trainer_core.weight_sync.orders import Calls, Follower, Order, Orders
+from trainer_core.weight_sync.sending import (
+    CHUNK_BYTES,
     BroadcastGroup,
     Rendezvous,
     Stage,
     connect,
     meeting_point,
+    outgoing,
 )
-from trainer_core.weight_sync.orders import Calls, Follower, Order, Orders
-from trainer_core.weight_sync.outgoing import CHUNK_BYTES, outgoing
 
-LAST_WORDS_S = 1.0
-"""Seconds that other servers have to report what they saw, after one call has failed."""
-ANSWER_S = 5.0
+OTHER_ERRORS_S = 1.0
+"""Seconds for other servers to report, after one call has failed."""
+ABSENT_AFTER_S = 5.0
 """Seconds without an answer after which a server counts as absent."""
-NAME_S = 8.0
-"""Seconds of a wait after which the log names the awaited servers."""
+WARN_AFTER_S = 8.0
+"""Seconds of a wait before the log names the awaited servers."""
 
 Members = dict[ServerClient, BridgeInfo]
-"""Servers, and the reported state of each."""
+"""Servers with the reported state of each."""
 Delivery = Future[tuple[bool, dict[str, float]]]
 """True if a server got the version, and the seconds of each phase."""
 T = TypeVar("T")
@@ -70,7 +66,7 @@ class GroupBroke(EngineGone):
         self.lost = set(lost)
         """Servers that are dead or silent."""
         self.complained = set(complained)
-        """Servers that reported an error, their own or another's."""
+        """Servers that reported an error."""
 
 
 class Broadcast(SeparateWeights):
@@ -79,30 +75,32 @@ class Broadcast(SeparateWeights):
     def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
         super().__init__(config, device, stop)
         require_nodes(config)
+        # The group, and the servers in it.
         self._place = meeting_point(config.init_method)
         self._meeting: Rendezvous | None = None
         self._group: BroadcastGroup | None = None
+        self._members: Members = {}
+        # Rank 0 orders; every other rank follows.
         self._orders = Orders(1)
         self._follower: Follower | None = None
-        self._members: Members = {}
-        self._looks: dict[ServerClient, Calls[BridgeInfo]] = {}
-        """State requests in flight."""
-        self._rests = Rests()
+        # Servers outside of the group.
+        self._requests: dict[ServerClient, Calls[BridgeInfo]] = {}  # for their state, in flight
+        self._backoff = GroupBackoff()
         self._begun = False
-        """False at first: no server is left out while servers may still be starting."""
+        """False while servers may still be starting."""
         self._complained: set[str] = set()
         """Servers that reported errors since the last working group."""
+        # In flight, with `overlap_publish`.
         self._delivery: Delivery | None = None
-        """Delivery in flight, with `overlap_publish`."""
 
     def _spread(self, model: torch.nn.Module) -> torch.nn.Module:
         model = super()._spread(model)
         rank, size = self.world.rank, self.world.size
-        if (
-            self.device.type == "cuda" and self.device.index is None
-        ):  # new threads start on device 0
+        # New threads start on device 0.
+        if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._outgoing = outgoing(model, compute_dtype(model), rank, size)
+        # Rank 0 listens before the others connect, and they connect before it waits for them.
         self._orders = Orders(1 if rank else size)
         meeting = self.world.share(lambda: self._orders.meeting)
         if meeting is not None and rank:
@@ -111,8 +109,7 @@ class Broadcast(SeparateWeights):
         return model
 
     def _collect(self, clock: Phases) -> None:
-        """Tell this rank's order thread that the weights of `version` are in place; nothing is
-        gathered."""
+        """Mark the weights of `version` as complete; nothing is gathered."""
         self._outgoing.refresh()
         if self._follower is not None:
             self._follower.wrote(self.version)
@@ -134,15 +131,13 @@ class Broadcast(SeparateWeights):
         return super()._publish(version, write, clock)
 
     def _delivered(self, clock: Phases) -> bool:
-        """Deliver the version. With `overlap_publish` only start it: no server has the version yet,
-        and until `_settle` the thread owns servers, group and orders."""
+        """Deliver the version; with `overlap_publish` only start it."""
         if not self.config.overlap_publish:
             return super()._delivered(clock)
-        delivery: Delivery = Future()
-        self._delivery = delivery
-        threading.Thread(
-            target=self._deliver_to, args=(delivery,), name="publish", daemon=True
-        ).start()
+        # No server has the version yet. Until `_settle` the thread owns servers, group and orders.
+        delivery = self._delivery = Future()
+        deliver = partial(self._deliver_to, delivery)
+        threading.Thread(target=deliver, name="publish", daemon=True).start()
         return False
 
     def _deliver_to(self, delivery: Delivery) -> None:
@@ -155,30 +150,31 @@ class Broadcast(SeparateWeights):
             delivery.set_exception(error)
 
     def check(self) -> None:
-        """Give a restarted or replaced server the present weights; it answers no rollouts before.
+        """Give a restarted or replaced server the present weights.
 
         Raises:
             EngineGone: no server is left, and none came back within `engine_timeout`.
         """
         now = time.monotonic()
-        if self.world.rank or now - self._looked < LOOK_S or self.stop.is_set():
+        if self.world.rank or now - self._checked < CHECK_S or self.stop.is_set():
             return  # only rank 0 knows servers; at the end none is needed
         if self._delivery is not None:
             if not self._delivery.done():
                 return  # the delivery thread checks servers meanwhile
             self._settle()
-        self._looked = now
+        self._checked = now
         back = False
-        for engine, info in self._look(LOOK_S / 2).items():
+        for engine, info in self._present(CHECK_S / 2).items():
             if engine in self.fed and info.instance_id != self._members[engine].instance_id:
                 self._leave_out(engine, "it is another server now")
-            back |= engine not in self.fed and not self._rests.rests(info.instance_id)
+            back |= engine not in self.fed and not self._backoff.active(info.instance_id)
+        # Without any server the trainer waits; one more server is worth a new group.
         if back or not self.fed:
             self._await_server(self._regroup)
 
     def close(self) -> None:
         if self._delivery is not None:  # after an error the delivery gets no more time
-            wait([self._delivery], LAST_WORDS_S)
+            wait([self._delivery], OTHER_ERRORS_S)
         if self._follower is not None:
             self._follower.close()
         self._leave()
@@ -199,8 +195,7 @@ class Broadcast(SeparateWeights):
         self._begun = True
 
     def _deliver(self, clock: Phases) -> bool:
-        """Broadcast the update. A server that dies meanwhile is left out; the trainer waits only if
-        none is left."""
+        """Broadcast the update, leaving out servers that die meanwhile."""
         began = time.perf_counter()
         try:
             if self._group is None:
@@ -217,57 +212,49 @@ class Broadcast(SeparateWeights):
 
     @property
     def _limit_s(self) -> float:
-        """Timeout in seconds of a broadcast. With `in_flight = "wait"` one server may first finish
-        completions while all others wait."""
+        """Timeout in seconds of a broadcast."""
+        # With "wait" one server may first finish completions while all others wait.
         first = self.config.in_flight_timeout if self.config.in_flight == "wait" else 0.0
         return self.config.broadcast_timeout + first
 
     def _give(self, engine: ServerClient, info: BridgeInfo) -> None:
-        """Not used here: no server gets weights alone."""
-        self._regroup()
+        self._regroup()  # no server gets weights alone
 
-    def _look(self, wait_s: float) -> Members:
-        """State of all servers that answer. A hanging server delays this once, until it has
-        answered."""
-        asked = [engine for engine in self.engines if engine not in self._looks]
-        self._looks |= {engine: Calls({engine.base_url: engine.meet}) for engine in asked}
+    def _present(self, wait_s: float) -> Members:
+        """Return the state of all servers that answer."""
+        # A hanging server delays this once: its request stays in flight.
+        new = [engine for engine in self.engines if engine not in self._requests]
+        self._requests |= {engine: Calls({engine.base_url: engine.meet}) for engine in new}
         deadline = time.monotonic() + wait_s
-        while time.monotonic() < deadline and not all(
-            self._looks[engine].over() for engine in asked
-        ):
+        while not all(self._requests[engine].over() for engine in new):
+            if time.monotonic() >= deadline:
+                break
             time.sleep(POLL_S)
         there: Members = {}
-        for engine, look in list(self._looks.items()):
-            if look.over():
-                del self._looks[engine]
-                for info in look.results().values():
+        for engine, request in list(self._requests.items()):
+            if request.over():
+                del self._requests[engine]
+                for info in request.results().values():
                     there[engine] = info
-                for error in look.failures().values():
+                for error in request.failures().values():
                     if not isinstance(error, EngineGone):
                         raise error
                     self._leave_out(engine, str(error))
-            elif wait_s >= ANSWER_S:
+            elif wait_s >= ABSENT_AFTER_S:
                 self._leave_out(engine, f"it has not answered for {wait_s:.0f} s")
         return there
 
     def _regroup(self, *, everyone: bool = False) -> None:
-        """Form a new group of all present servers that do not break it, and give them the present
-        weights.
-
-        Args:
-            everyone: all servers are required.
+        """Form a new group of all servers that do not break it, and send the present weights.
 
         Raises:
-            EngineGone: no server is left, or with `everyone` one is missing; the message has the
-                reason.
+            EngineGone: no server is left, or with `everyone` one is missing.
         """
-        there = {
-            e: info
-            for e, info in self._look(ANSWER_S).items()
-            if not self._rests.rests(info.instance_id)
-        }
+        present = self._present(ABSENT_AFTER_S).items()
+        there = {e: info for e, info in present if not self._backoff.active(info.instance_id)}
         for engine in there:
             engine.away = False
+        # Each failure leaves servers out of the next try, or gives one server a second chance.
         while True:
             if not there or (everyone and len(there) < len(self.engines)):
                 raise EngineGone("; ".join(self.left_out.values()) or "no server is there")
@@ -285,23 +272,20 @@ class Broadcast(SeparateWeights):
         self._complained.clear()
         workers = sum(info.workers for info in there.values())
         ranks = "the trainer" if self.world.size == 1 else f"the trainer's {self.world.size} ranks"
-        print(
-            f"✓ Broadcast group: {ranks} and {workers} workers of "
-            f"{', '.join(e.base_url for e in there)}"
-        )
+        servers = ", ".join(engine.base_url for engine in there)
+        print(f"✓ Broadcast group: {ranks} and {workers} workers of {servers}")
         for engine, info in there.items():
             self.left_out.pop(engine.base_url, None)
-            self._rests.forget(info.instance_id)
+            self._backoff.forget(info.instance_id)
             print(f"✓ The server at {engine.base_url} answers with weight version {self.version}")
 
     def _blame(self, broke: GroupBroke, there: Members, seconds: float) -> bool:
-        """Leave out lost servers, and servers with a second error; return True if another try makes
-        sense."""
+        """Leave out lost servers, and those with a second error; return True to try again."""
         lost = broke.lost | (broke.complained & self._complained)
         news = bool(lost or broke.complained - self._complained)
         self._complained |= broke.complained
         for engine in [each for each in there if each.base_url in lost]:
-            self._rests.note(there.pop(engine).instance_id, seconds)
+            self._backoff.note(there.pop(engine).instance_id, seconds)
             self._leave_out(engine, str(broke))
         return news
 
@@ -326,7 +310,7 @@ class Broadcast(SeparateWeights):
             UsageError: two ranks are on one GPU.
         """
         # Workers wait longer than the trainer, because only the trainer can name the missing one.
-        backend, timeout_s = self._backend(infos), self._limit_s + 2 * LAST_WORDS_S
+        backend, timeout_s = self._backend(infos), self._limit_s + 2 * OTHER_ERRORS_S
         world_size = self.world.size + sum(info.workers for info in infos.values())
         meeting = self._meeting = Rendezvous(backend, *self._place, world_size, timeout_s)
         init = TransferInit(
@@ -345,10 +329,10 @@ class Broadcast(SeparateWeights):
         owners = {rank: f"rank {rank} of the trainer" for rank in range(self.world.size)}
         joins: dict[str, Callable[[], BridgeInfo]] = {}
         for engine, info in infos.items():
+            # Ranks of the group: the trainer's, then each server's workers.
             first = len(owners)
-            joins[engine.base_url] = partial(
-                engine.join_transfer, init.model_copy(update={"first_rank": first})
-            )
+            own = init.model_copy(update={"first_rank": first})
+            joins[engine.base_url] = partial(engine.join_transfer, own)
             owners |= dict.fromkeys(range(first, first + info.workers), engine.base_url)
         self._orders.give(Order(do="join", group=init))
         joining = Calls(joins)
@@ -357,12 +341,15 @@ class Broadcast(SeparateWeights):
             return sorted({owners[rank] for rank in meeting.missing(stage)})
 
         come = f"did not come to {meeting.address}:{meeting.port}"
-        self._until(
-            lambda: not meeting.missing("here"), joining, "rendezvous", partial(late, "here"), come
-        )
+
+        def everyone_is_here() -> bool:
+            return not meeting.missing("here")
+
+        self._until(everyone_is_here, joining, "rendezvous", partial(late, "here"), come)
         if crowded := meeting.crowded(self.device):
             self._leave()
             raise UsageError(_on_one_gpu([[owners[rank] for rank in ranks] for ranks in crowded]))
+        # Nobody connects before all are there: a connection would wait for the missing rank.
         meeting.go()
         connecting = Calls({"the trainer": lambda: connect(init, meeting.store, 0, self.device)})
 
@@ -370,18 +357,10 @@ class Broadcast(SeparateWeights):
             connecting.raise_failure()
             return connecting.over() and joining.over() and self._orders.done()
 
-        hint = (
-            " (NCCL_DEBUG=INFO tells why; NCCL_P2P_DISABLE, NCCL_SOCKET_IFNAME)"
-            if backend == "nccl"
-            else ""
-        )
-        self._until(
-            connected,
-            joining,
-            "connect",
-            partial(late, "connecting"),
-            f"no connection over {backend}{hint}",
-        )
+        what = f"no connection over {backend}"
+        if backend == "nccl":
+            what += " (NCCL_DEBUG=INFO tells why; NCCL_P2P_DISABLE, NCCL_SOCKET_IFNAME)"
+        self._until(connected, joining, "connect", partial(late, "connecting"), what)
         self._group = connecting.results()["the trainer"]
 
     def _backend(self, infos: Members) -> TransferBackend:
@@ -390,20 +369,17 @@ class Broadcast(SeparateWeights):
             if info.receives is None:
                 raise UsageError(
                     f"{engine.base_url} takes no broadcast: start it with "
-                    f"ATROPOS_WEIGHT_UPDATES=1 (and without "
-                    "VLLM_ENABLE_SHARED_WEIGHTS)"
+                    "ATROPOS_WEIGHT_UPDATES=1 (and without VLLM_ENABLE_SHARED_WEIGHTS)"
                 )
             if info.receives != here:
                 raise UsageError(
                     f"{engine.base_url} receives over {info.receives}, but the trainer is on "
-                    f"{self.device}: both sides "
-                    "need GPUs (other ones), or both the CPU; see --device"
+                    f"{self.device}: both need GPUs (other ones), or both the CPU; see --device"
                 )
         return here
 
     def _send(self, members: Members) -> dict[str, TransferReport]:
-        """Broadcast the present weights as `self.version`; on return every server answers with
-        them.
+        """Broadcast the present weights; on return every server answers with them.
 
         Raises:
             GroupBroke: names the server without complete weights.
@@ -419,13 +395,11 @@ class Broadcast(SeparateWeights):
         updates = Calls({engine.base_url: partial(engine.receive, request) for engine in members})
         self._orders.give(Order(do="send", version=self.version))
         group.send(self._outgoing)
-        self._until(
-            lambda: group.sent() and updates.over() and self._orders.done(),
-            updates,
-            "transfer",
-            updates.waiting,
-            "did not finish",
-        )
+
+        def finished() -> bool:
+            return group.sent() and updates.over() and self._orders.done()
+
+        self._until(finished, updates, "transfer", updates.waiting, "did not finish")
         return updates.results()
 
     def _until(
@@ -436,8 +410,7 @@ class Broadcast(SeparateWeights):
         late: Callable[[], list[str]],
         what: str,
     ) -> None:
-        """Poll until `done`. A failed server, a broken connection or the timeout ends the wait and
-        the group.
+        """Poll until `done`; a failure or the timeout ends the group.
 
         Args:
             late: names the awaited servers at the timeout; `what` is the missing action.
@@ -445,31 +418,28 @@ class Broadcast(SeparateWeights):
         Raises:
             GroupBroke: names phase and cause.
             EngineError: a server refused.
-            RankGone: another rank of the trainer has ended.
+            RankGone: another rank has ended.
         """
-        began, timeout_s, said, missing = time.monotonic(), self._limit_s, False, []
+        began, timeout_s, warned, missing = time.monotonic(), self._limit_s, False, []
         try:
             while not done():
                 calls.raise_failure()
                 waited = time.monotonic() - began
-                if waited > min(NAME_S, timeout_s):
+                if waited > min(WARN_AFTER_S, timeout_s):
                     missing = late()
+                    problem = f"{', '.join(missing)} {what}".strip()
                     if waited > timeout_s:
-                        raise RuntimeError(
-                            f"{', '.join(missing)} {what} within {timeout_s:.0f} s".strip()
-                        )
-                    if not said:
-                        said = True
-                        print(
-                            f"[WARNING] the broadcast waits (phase {phase}): "
-                            f"{', '.join(missing)} {what}"
-                        )
+                        raise RuntimeError(f"{problem} within {timeout_s:.0f} s")
+                    if not warned:
+                        warned = True
+                        print(f"[WARNING] the broadcast waits (phase {phase}): {problem}")
+                # Fast at first, because most waits are short.
                 time.sleep(POLL_S if waited < BRISK_S else 20 * POLL_S)
             calls.raise_failure()
         except (EngineGone, EngineError, RuntimeError) as error:
             if missing:
                 self._leave()  # servers that only wait for another one report that now
-            calls.wait(LAST_WORDS_S)
+            calls.wait(OTHER_ERRORS_S)
             self._leave()
             self._orders.check()
             raise self._cause(error, calls, phase, missing) from None
@@ -477,23 +447,21 @@ class Broadcast(SeparateWeights):
     def _cause(
         self, error: Exception, calls: Calls[T], phase: str, missing: Collection[str]
     ) -> GroupBroke | EngineError:
-        """The error to raise: a dead or silent server explains the others' errors; a refusal is
-        final."""
+        """Return the error to raise: a refusal, else a dead or silent server's."""
         failures = calls.failures()
         for failure in failures.values():
             if isinstance(failure, EngineError):
                 return failure
-        dead = {
-            name: e for name, e in failures.items() if isinstance(e, EngineGone) and not e.answered
-        }
+        # One dead or silent server makes the others fail, so it alone is the cause.
+        gone = ((name, e) for name, e in failures.items() if isinstance(e, EngineGone))
+        dead = {name: e for name, e in gone if not e.answered}
         silent = [] if dead else [name for name in missing if name in calls.waiting()]
         causes = dead or ({} if silent else failures) or {"": error}
-        said = [first_line(cause) for cause in causes.values()]
-        text = "; ".join([*(f"no word from {name}" for name in silent), *said])
+        reasons = [f"no word from {name}" for name in silent]
+        reasons += [first_line(cause) for cause in causes.values()]
         lost = [*dead, *silent]
-        return GroupBroke(
-            f"the broadcast broke (phase {phase}): {text}", lost, () if lost else failures
-        )
+        text = f"the broadcast broke (phase {phase}): {'; '.join(reasons)}"
+        return GroupBroke(text, lost, () if lost else failures)
 
     def _leave(self) -> None:
         (group, self._group), (meeting, self._meeting) = (self._group, None), (self._meeting, None)
@@ -504,19 +472,18 @@ class Broadcast(SeparateWeights):
             self._orders.give(Order(do="leave"))
 
 
-class Rests:
-    """Backoff for servers that broke a group: it doubles each time, and is at least ten times the
-    cost. A new instance starts without one."""
+class GroupBackoff:
+    """GroupBackoff for servers that broke a group; a new instance starts without one."""
 
     def __init__(self) -> None:
         self._until: dict[str, tuple[float, float]] = {}
 
     def note(self, instance: str, seconds: float) -> None:
-        """Record that `instance` has cost this many seconds."""
+        # A pause doubles each time, and is at least ten times what the broken group has cost.
         pause = max(2 * self._until.get(instance, (FIRST_PAUSE_S / 2, 0.0))[0], 10 * seconds)
         self._until[instance] = (pause, time.monotonic() + pause)
 
-    def rests(self, instance: str) -> bool:
+    def active(self, instance: str) -> bool:
         return time.monotonic() < self._until.get(instance, (0.0, 0.0))[1]
 
     def forget(self, instance: str) -> None:
@@ -524,23 +491,20 @@ class Rests:
 
 
 def require_nodes(config: TrainingConfig, env: Mapping[str, str] = os.environ) -> None:
-    """Check the guides' number of inference nodes, if given, against the number of servers.
+    """Compare the guides' number of inference nodes with the number of servers.
 
     Raises:
         UsageError: the numbers differ.
     """
     text = env.get("NUM_INFERENCE_NODES") or "0"
     if not text.isdecimal():
-        raise UsageError(
-            f"NUM_INFERENCE_NODES={text}: a number of inference servers is needed, or 0"
-        )
+        raise UsageError(f"NUM_INFERENCE_NODES={text}: a number of servers is needed, or 0")
     wanted, there = config.num_inference_nodes or int(text), len(config.engine_urls)
     if wanted and wanted != there:
         name = "--num-inference-nodes" if config.num_inference_nodes else "NUM_INFERENCE_NODES"
         raise UsageError(
-            f"{name} is {wanted}, but --vllm-urls names {there}: "
-            f"{' '.join(config.engine_urls)}. Name every server, or "
-            "leave the number out"
+            f"{name} is {wanted}, but --vllm-urls names {there}: {' '.join(config.engine_urls)}. "
+            "Name every server, or leave the number out"
         )
 
 
@@ -548,14 +512,12 @@ def _on_one_gpu(groups: Iterable[Iterable[str]]) -> str:
     several = "; ".join(" and ".join(names) for names in groups)
     return (
         f"{several} are on one GPU, and NCCL connects one rank a GPU at most (it would say: "
-        f"invalid usage). Give each "
-        "GPUs of its own (vllm.gpus, trainer.gpus, or CUDA_VISIBLE_DEVICES), or use a mode "
-        "for one GPU (shared_vllm, "
-        "lora_only)"
+        "invalid usage). Give each GPUs of its own (vllm.gpus, trainer.gpus, or "
+        "CUDA_VISIBLE_DEVICES), or use a mode for one GPU (shared_vllm, lora_only)"
     )
 
 
 def _phases(reports: Mapping[str, TransferReport], seconds: float) -> dict[str, float]:
-    """Phases of the slowest server; `request` is the rest: HTTP and the other servers' pace."""
+    """Phases of the slowest server; `request` is the rest of the time."""
     slowest = max(reports.values(), key=lambda report: sum(report.phases.values()))
     return {**slowest.phases, "request": max(seconds - sum(slowest.phases.values()), 0.0)}

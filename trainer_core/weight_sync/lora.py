@@ -1,9 +1,6 @@
-"""Modes `lora_only` and `lora_restart`: the trainer keeps the base model, and only an adapter
-travels. With `single_copy` the base is the server's own memory (`SharedBase`), and the trainer
-keeps only the adapter.
+"""Modes `lora_only` and `lora_restart`: the trainer keeps the base model, and an adapter travels.
 
-`lora_only` swaps the adapter over HTTP without a pause; a completion ends on the adapter that it
-began with. A restarted server holds generation until `check` has given it the present adapter.
+`lora_only` swaps the adapter without a pause; a completion ends on the adapter that it began with.
 """
 
 from __future__ import annotations
@@ -26,14 +23,13 @@ from trainer_core.server.lifecycle import Lifecycle, make_lifecycle
 from trainer_core.weight_sync.base import Phases, T, WrittenWeights
 from trainer_core.weight_sync.shared_vllm import SingleCopy
 
+# A request may have chosen one without reaching the engine yet. Older ones stay while a server
+# still finishes completions on them.
 KEPT = 4
-"""Newest adapters that stay on disk: a request may have chosen one without reaching the engine yet.
-Older ones stay while a server still finishes completions on them."""
+"""Newest adapters that stay on disk."""
 
 
 class LoraSwap(WrittenWeights):
-    """Strategy of mode `lora_only`: each version is an adapter, saved and swapped."""
-
     def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
         super().__init__(config, device, stop, "adapters")
         if server_rank(config.lora_r) is None:
@@ -43,12 +39,10 @@ class LoraSwap(WrittenWeights):
         self._base = SharedBase(config, device, stop) if config.single_copy else None
 
     def load(self, weights: Path | None) -> torch.nn.Module:
-        """The base model with the adapter in `weights`, or the configured start adapter, or a new
-        one."""
+        """Load the base model with the adapter in `weights`, the configured one, or a new one."""
         if self._base and self.world.size > 1:
-            raise UsageError(
-                "--single-copy with an adapter: the base lies on one GPU, so it takes one rank"
-            )
+            what = "the base lies on one GPU, so it takes one rank"
+            raise UsageError(f"--single-copy with an adapter: {what}")
         model = self._await_server(self._base.load) if self._base else super().load(None)
         self._dtype = next(model.parameters()).dtype
         count = add_adapter(model, self.config)
@@ -78,6 +72,7 @@ class LoraSwap(WrittenWeights):
 
     def _give(self, engine: ServerClient, info: BridgeInfo | None = None) -> None:
         self._require_lora(engine)
+        # A restarted server has other memory for the base.
         if self._base and info:
             self._base.follow(info.instance_id)
         if not self._path(self.version).is_dir():
@@ -88,25 +83,24 @@ class LoraSwap(WrittenWeights):
         self, ready: Callable[[], T], meanwhile: tuple[type[Exception], ...] = (EngineGone,)
     ) -> T:
         def attempt() -> T:
+            # Otherwise an ended server's memory on the GPU would keep the next one from starting.
             if self._base:
-                self._base.let_go_of_the_dead()
+                self._base.release_ended()
             return ready()
 
         return super()._await_server(attempt, meanwhile)
 
     def _save(self) -> None:
-        """Save the present adapter in the base model's dtype, which the server computes in."""
-        self._write_present(
-            lambda folder: write_adapter(self.model, folder, self._dtype),
-            "the adapter",
-            "Make room",
-        )
+        """Save the adapter in the base model's dtype, in which the server computes."""
+
+        def write(folder: Path) -> None:
+            write_adapter(self.model, folder, self._dtype)
+
+        self._write_present(write, "the adapter", "Make room")
 
     def _forget(self) -> None:
-        """Remove adapters that no server can read again, also those of earlier attempts."""
-        newest = {
-            self._path(version) for version in range(self.version - KEPT + 1, self.version + 1)
-        }
+        """Remove adapters that no server can read again."""
+        newest = {self._path(self.version - age) for age in range(KEPT)}
         old = set(self._folder.glob("v*")) - newest
         try:
             known = [engine.adapters() for engine in self.engines] if old else []
@@ -120,20 +114,17 @@ class LoraSwap(WrittenWeights):
     def _require_lora(self, engine: ServerClient) -> None:
         status = engine.adapters()
         if not status.enabled:
-            raise UsageError(
-                f"{engine.base_url} was started without --enable-lora: restart it with that flag"
-            )
+            what = f"{engine.base_url} was started without --enable-lora"
+            raise UsageError(f"{what}: restart it with that flag")
         if status.max_lora_rank is not None and status.max_lora_rank < self.config.lora_r:
             raise UsageError(
                 f"--lora-r {self.config.lora_r} is above the server's --max-lora-rank "
-                f"{status.max_lora_rank}: "
-                "lower the one or raise the other"
+                f"{status.max_lora_rank}: lower the one or raise the other"
             )
 
 
 class LoraRestart(LoraSwap):
-    """Strategy of mode `lora_restart`: every few versions the server restarts and loads the
-    adapter."""
+    """Mode `lora_restart`: every few versions the server restarts and loads the adapter."""
 
     def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
         super().__init__(config, device, stop)
@@ -151,8 +142,7 @@ class LoraRestart(LoraSwap):
         return due
 
     def _restart(self, clock: Phases) -> None:
-        """Restart the server with the present adapter; a server that cannot be restarted from here
-        loads it while running."""
+        """Restart the server with the adapter; if it is not ours, let it load the adapter."""
         if not self.lifecycle.can_restart:
             with clock("load"):
                 self._give_all()
@@ -161,9 +151,8 @@ class LoraRestart(LoraSwap):
             try:
                 self.lifecycle.restart(f"adapter of version {self.version}")
             except EngineGone as error:
-                print(
-                    f"[WARNING] {error}"
-                )  # a server that comes back gets the adapter from `check`
+                # A server that comes back gets the adapter from `check`.
+                print(f"[WARNING] {error}")
         with clock("load"):
             for engine in self.engines:
                 self._serve_again(engine)
@@ -176,11 +165,10 @@ class SharedBase:
         self._memory = SingleCopy(config, device, stop)
         self._port = config.vllm_port
         self._model: torch.nn.Module | None = None
-        self._instance: str | None = None
-        """Instance whose memory it uses; None without one."""
+        self._instance: str | None = None  # whose memory it uses
 
     def load(self) -> torch.nn.Module:
-        """The base model.
+        """Load the base model.
 
         Raises:
             EngineGone: no server with a manifest yet.
@@ -188,21 +176,17 @@ class SharedBase:
         """
         manifest = self._manifest()
         if not manifest.base_url.endswith(f":{self._port}"):
-            raise UsageError(
-                f"{self._memory.path} is of the server at {manifest.base_url}, not of "
-                f"--vllm-port {self._port}"
-            )
+            other = f"{self._memory.path} is of the server at {manifest.base_url}"
+            raise UsageError(f"{other}, not of --vllm-port {self._port}")
         began = time.perf_counter()
         self._model = model = self._memory.map_model(manifest)
         self._instance = manifest.instance_id
-        print(
-            f"Attached to {manifest.base_url} in {time.perf_counter() - began:.2f} s; no "
-            f"memory for the base model"
-        )
+        took = f"{time.perf_counter() - began:.2f} s"
+        print(f"Attached to {manifest.base_url} in {took}; no memory for the base model")
         return model
 
     def follow(self, instance: str) -> None:
-        """Move the base to the memory of the server `instance`; the model's adapters stay.
+        """Move the base to the memory of the server `instance`; adapters stay.
 
         Raises:
             EngineGone: its manifest is missing so far.
@@ -211,17 +195,16 @@ class SharedBase:
             return
         manifest = self._manifest()
         if manifest.instance_id != instance:
-            raise EngineGone(
-                f"{self._memory.path} belongs to an earlier server than {manifest.base_url}"
-            )
+            earlier = f"{self._memory.path} belongs to an earlier server"
+            raise EngineGone(f"{earlier} than {manifest.base_url}")
         fresh = dict(self._memory.map_model(manifest).named_parameters())
         for name, parameter in self._base().items():
             parameter.data = fresh[name].detach()
         self._instance = instance
         print(f"✓ The base model lies in the memory of the new server at {manifest.base_url}")
 
-    def let_go_of_the_dead(self) -> None:
-        """Release memory of an ended server: it would take GPU memory from the next one."""
+    def release_ended(self) -> None:
+        """Release an ended server's memory, which the next one needs."""
         try:
             self._memory.check()
         except EngineGone:

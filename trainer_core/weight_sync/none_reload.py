@@ -1,9 +1,7 @@
-"""Mode `none`: the trainer writes its weights into a folder every N steps, and the server loads
-them.
+"""Mode `none`: the trainer writes its weights into a folder every N steps, and servers load them.
 
-The old server answers during the write; only the load pauses it. Between loads it answers with old
-weights, so rollouts lag up to `vllm_restart_interval` versions. A server that cannot load while
-running (or with `engine_reload` restart) is restarted and begins with the folder.
+Only the load pauses a server. A server that cannot load while running is restarted, and begins with
+the folder.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,10 +19,12 @@ from huggingface_hub import save_torch_state_dict
 from atropos_common.protocol.bridge import BridgeInfo, LoadWeightsRequest
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineGone, UsageError
-from trainer_core.policy.sharding import weights
+from trainer_core.policy.load import dtype_of, load_config
+from trainer_core.policy.sharding import load_for, weights
 from trainer_core.server.client import ServerClient
 from trainer_core.server.lifecycle import make_lifecycle
-from trainer_core.weight_sync.base import FIRST_PAUSE_S, Phases, WrittenWeights
+from trainer_core.weight_sync.base import FIRST_PAUSE_S, Phases, Start, WeightSync, WrittenWeights
+from trainer_core.weight_sync.lora import LoraSwap
 
 LONGEST_PAUSE_S = 5.0
 TAKES_WEIGHTS = "ATROPOS_WEIGHT_UPDATES"
@@ -32,12 +32,10 @@ TAKES_WEIGHTS = "ATROPOS_WEIGHT_UPDATES"
 
 
 class Backoff:
-    """Doubling pauses between failed attempts with the same server; a new instance is tried at
-    once."""
+    """Doubling pauses between failed attempts with the same server."""
 
     def __init__(self) -> None:
         self._failed = ""
-        """Instance of the last failed attempt."""
         self._last_error = ""
         self._pause_s = self._not_before = 0.0
 
@@ -46,9 +44,9 @@ class Backoff:
         """Context of one attempt.
 
         Raises:
-            EngineGone: the attempt's error, or the last one's if it is too early for another.
+            EngineGone: its error, or the last one's if it is too early.
         """
-        again = instance == self._failed
+        again = instance == self._failed  # a new instance is tried at once
         if again and time.monotonic() < self._not_before:
             raise EngineGone(self._last_error)
         try:
@@ -62,25 +60,21 @@ class Backoff:
 
 
 class Reload(WrittenWeights):
-    """Strategy of mode `none`."""
-
     def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
         super().__init__(config, device, stop, "weights")
         self._backoff = Backoff()
         if not config.vllm_urls:
             self.lifecycle = make_lifecycle(config, stop, env={TAKES_WEIGHTS: "1"})
-        self._given: Path | None = None
-        """Folder that servers loaded last; a restarting server begins with it."""
-        self._loaded: dict[str, float] = {}
-        """Seconds by phase that servers reported for the present load."""
+        self._given: Path | None = None  # folder that servers loaded last
+        self._loaded: dict[str, float] = {}  # seconds by phase, as servers reported
 
     def load(self, weights: Path | None) -> torch.nn.Module:
         self._base = weights is None
         return super().load(weights)
 
     def _collect(self, clock: Phases) -> None:
-        """Write each version of several ranks' weights: a restarted server may need any, and then
-        rank 0 is alone."""
+        """Write each version of several ranks' weights."""
+        # A restarted server may need any version, and then rank 0 is alone.
         if self.world.size > 1 and (self.version or not self._base):
             with clock("save"):
                 tensors = weights(self.model)
@@ -104,8 +98,7 @@ class Reload(WrittenWeights):
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _give_all(self) -> dict[str, float]:
-        """Bring the folder to every server; return seconds by phase. Waits for servers that are
-        away or restarting."""
+        """Bring the folder to every server; return seconds by phase."""
         restarts, self._loaded = 0.0, {}
         for engine in self.engines:
             began = time.perf_counter()
@@ -127,10 +120,9 @@ class Reload(WrittenWeights):
             engine.resume(self.version)  # it starts with the base model
             return
         path = self._present()
-        restart = (
-            "engine_reload is restart" if self.config.engine_reload == "restart" and named else None
-        )
-        reason = info.load_obstacle or restart
+        restart = self.config.engine_reload == "restart" and named
+        reason = info.load_obstacle or ("engine_reload is restart" if restart else None)
+        # Not again, if the restarted server has begun with this folder.
         if reason and (named or info.started_from != str(path)):
             self._restart(engine, path, reason)
         answer = engine.load_weights(self._request(path))
@@ -145,16 +137,12 @@ class Reload(WrittenWeights):
             UsageError: the server cannot be restarted from here.
         """
         if self.lifecycle is None or not self.lifecycle.can_restart:
-            way_out = "let the trainer start its own server, or run all with atropos-tui"
+            fix = "let the trainer start its own server, or run all with atropos-tui"
             if len(self.engines) > 1:
-                way_out = (
-                    "of several servers none is restarted for that; take one, or mode broadcast "
-                    "or lora_only"
-                )
+                fix = "take one server, or mode broadcast or lora_only"
             raise UsageError(
-                f"{engine.base_url} gets new weights by a restart only ({reason}), and it is "
-                f"not ours to restart: "
-                f"{way_out}"
+                f"{engine.base_url} gets new weights by a restart only ({reason}), and this "
+                f"trainer cannot restart it. fix: {fix}"
             )
         engine.load_weights(self._request(path, at_restart=True))
         self.lifecycle.restart(f"weights of version {self.version} ({reason})")
@@ -171,7 +159,7 @@ class Reload(WrittenWeights):
         )
 
     def _present(self) -> Path:
-        """Folder of the present weights; writes it if necessary."""
+        """Return the folder of the present weights; write it if necessary."""
         path = self._path(self.version)
         if not path.is_dir():
             self._save()
@@ -182,16 +170,41 @@ class Reload(WrittenWeights):
 
     def _write(self, tensors: dict[str, torch.Tensor]) -> None:
         """Write the present weights in the checkpoint's layout."""
-        size = sum(param.nbytes for param in self.model.parameters())
-        self._write_present(
-            lambda folder: save_torch_state_dict(tensors, folder),
-            "the weights",
-            f"Free {2 * size / 1e9:.1f} GB",
-        )
+        # Twice the weights: the folder that servers have stays until they have the new one.
+        size = 2 * sum(param.nbytes for param in self.model.parameters())
+
+        def write(folder: Path) -> None:
+            save_torch_state_dict(tensors, folder)
+
+        self._write_present(write, "the weights", f"Free {size / 1e9:.1f} GB")
 
     def _forget(self) -> None:
-        """Remove all weights except the present ones and those that servers have, also half-written
-        ones and those of earlier attempts."""
+        """Remove all weights but the present ones and those that servers have."""
+        # Also half-written ones, and those of earlier attempts.
         for path in self._folder.iterdir():
             if path not in (self._path(self.version), self._given):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+class Offline(WeightSync):
+    """Strategy of a run with recorded rollouts: every version stays here."""
+
+    def attach(self, start: Start) -> torch.nn.Module:
+        """Return the policy with the weights of `start`."""
+        config = self.config
+        print("No server: no probe of its logprobs, and policy lag only as far as it was recorded")
+        if config.trains_adapters:
+            adapted = LoraSwap(config, self.device, self.stop)
+            adapted.world = self.world
+            return self._spread(adapted.load(start.weights))
+        dtype = dtype_of(load_config(config.model_name), config.dtype)
+        return self._spread(
+            load_for(self.world, start.weights or config.model_name, dtype, self.device)
+        )
+
+    def _publish(self, version: int, write: Callable[[], None], clock: Phases) -> bool:
+        with clock("write"):
+            write()
+        return False
+
+    def check(self) -> None: ...

@@ -1,11 +1,7 @@
-"""Orders from a trainer's rank 0 to the other ranks during a broadcast: join a group, send, leave
-it.
+"""Orders from the trainer's rank 0 to the other ranks during a broadcast: join, send, leave.
 
-Only rank 0 talks to servers, also while the others wait for it, for example for a batch. A thread
-of each other rank takes its orders over a socket in a private folder, because orders hold the
-group's secrets. Ranks of several nodes have no common private folder: they connect to a port and
-prove themselves with a secret of rank 0. A publish is not a collective of the trainer; ranks wait
-for each other only in the group with the servers.
+Only rank 0 talks to servers. A thread of each other rank takes orders over a socket in a private
+folder, or on several nodes over a port with a secret.
 """
 
 from __future__ import annotations
@@ -31,42 +27,35 @@ from atropos_common.broadcast.group import POLL_S, Lifeline, first_line, gpu_of
 from atropos_common.broadcast.transfer import TransferInit
 from trainer_core.errors import RankGone
 from trainer_core.ranks.world import node_address, on_several_nodes
-from trainer_core.weight_sync.collectives import BroadcastGroup, connect
-from trainer_core.weight_sync.outgoing import Outgoing
+from trainer_core.weight_sync.sending import BroadcastGroup, Outgoing, connect
 
-MEET_S = 60.0
-FIRST_WORD_S = 5.0
-"""Seconds that a connection has to send its first message."""
+ARRIVAL_S = 60.0
+FIRST_MESSAGE_S = 5.0
+"""Seconds for a connection's first message."""
 SECRET_BYTES = 32
 MOST_WAITING = 512
-"""Unauthenticated connections at most; beyond it the oldest is closed."""
+"""Limit of unauthenticated connections; beyond it the oldest is closed."""
 RANK_WIDTH = 6
-FIRST_WORD = 2 * SECRET_BYTES + 1 + RANK_WIDTH
+FIRST_MESSAGE = 2 * SECRET_BYTES + 1 + RANK_WIDTH
 """Characters of the first message: secret and rank."""
 
 
 class Meeting(NamedTuple):
-    """Where the other ranks connect for their orders."""
+    """Where the other ranks connect: a folder, or address and port of rank 0."""
 
     at: str
-    """A folder, or the address of rank 0."""
-    port: int
-    """0 for a folder."""
+    port: int  # 0 for a folder
     secret: str
-    """Their first message."""
 
 
 class Order(BaseModel):
-    """The next action of all other ranks; each answers with an empty string, or with the reason for
-    its failure."""
+    """The next action of all other ranks; they answer with a reason if it fails."""
 
     do: Literal["join", "send", "leave"]
     group: TransferInit | None = None
-    """Group to join."""
     version: int = 0
-    """Version of the weights to send."""
     number: int = 0
-    """Number that answers repeat: an order may be given before the previous one is answered."""
+    """Answers repeat it, because orders may overlap."""
 
 
 class Orders:
@@ -74,9 +63,10 @@ class Orders:
 
     def __init__(self, ranks: int) -> None:
         self._others = range(1, ranks)
-        self._lines: dict[int, Any] = {}
+        self._channels: dict[int, Any] = {}
         self._number = 0
         self._awaited: set[int] = set()
+        # Set by the threads that read answers.
         self._failed: dict[int, str] = {}
         self._ended: set[int] = set()
         self.meeting: Meeting | None = None
@@ -84,37 +74,34 @@ class Orders:
             self.meeting, self._listener = _listen()
 
     def meet(self) -> None:
-        """Wait for all other ranks, then remove the folder: after a SIGKILL nothing else would.
+        """Wait for all other ranks, then remove the folder.
 
         Raises:
             RankGone: a rank does not connect.
         """
         if self.meeting is None:
             return
-        until = time.monotonic() + MEET_S
-        with RankDoor(self._listener, self.meeting.secret) as door:
-            while len(self._lines) < len(self._others):
-                for rank, come in door.come(FIRST_WORD_S):
-                    self._lines[rank] = come.makefile("rwb")
-                    threading.Thread(
-                        target=self._listen, args=(rank, self._lines[rank]), daemon=True
-                    ).start()
-                    until = time.monotonic() + MEET_S
+        until = time.monotonic() + ARRIVAL_S
+        with RankListener(self._listener, self.meeting.secret) as listener:
+            while len(self._channels) < len(self._others):
+                for rank, connection in listener.arrivals(FIRST_MESSAGE_S):
+                    self._channels[rank] = connection.makefile("rwb")
+                    threading.Thread(target=self._listen, args=(rank,), daemon=True).start()
+                    until = time.monotonic() + ARRIVAL_S
                 if time.monotonic() > until:
-                    raise RankGone(
-                        f"not every rank of the trainer came for its orders within {MEET_S:.0f} s"
-                    )
-        self._close_door()
+                    late = "not every rank of the trainer came for its orders"
+                    raise RankGone(f"{late} within {ARRIVAL_S:.0f} s")
+        # Removes the folder: after a SIGKILL nothing else would.
+        self._stop_listening()
 
     def give(self, order: Order) -> None:
-        """Send the order to every other rank."""
         self._number += 1
-        self._awaited, self._failed = set(self._lines), {}
-        said = order.model_copy(update={"number": self._number}).model_dump_json().encode()
-        for line in self._lines.values():
+        self._awaited, self._failed = set(self._channels), {}
+        message = order.model_copy(update={"number": self._number}).model_dump_json().encode()
+        for channel in self._channels.values():
             with contextlib.suppress(OSError):  # the rank has ended; `done` reports that
-                line.write(said + b"\n")
-                line.flush()
+                channel.write(message + b"\n")
+                channel.flush()
 
     def done(self) -> bool:
         """Return True if all others have carried out the last order.
@@ -123,34 +110,33 @@ class Orders:
             RuntimeError: a rank failed; its message.
             RankGone: a rank has ended.
         """
-        for rank, said in self._failed.items():
-            raise RuntimeError(f"rank {rank} of the trainer: {said}")
+        for rank, reason in self._failed.items():
+            raise RuntimeError(f"rank {rank} of the trainer: {reason}")
         self.check()
         return not self._awaited
 
     def check(self) -> None:
-        """Raises:
-        RankGone: another rank has ended."""
+        """Raise `RankGone` if another rank has ended."""
         if self._ended:
             raise RankGone(f"rank {min(self._ended)} has ended")
 
     def close(self) -> None:
-        for line in self._lines.values():
+        for channel in self._channels.values():
             with contextlib.suppress(OSError):
-                line.close()
-        self._close_door()
+                channel.close()
+        self._stop_listening()
 
-    def _close_door(self) -> None:
-        """Accept no more connections."""
+    def _stop_listening(self) -> None:
         if self.meeting is not None:
             self._listener.close()
             if not self.meeting.port:
                 shutil.rmtree(self.meeting.at, ignore_errors=True)
 
-    def _listen(self, rank: int, line: Any) -> None:
+    def _listen(self, rank: int) -> None:
         with contextlib.suppress(OSError, ValueError):
-            for said in line:
-                number, _, text = said.decode().rstrip("\n").partition(" ")
+            for answer in self._channels[rank]:
+                number, _, text = answer.decode().rstrip("\n").partition(" ")
+                # A late answer to an earlier order says nothing of the present one.
                 if int(number) == self._number:
                     if text:
                         self._failed[rank] = text
@@ -158,74 +144,71 @@ class Orders:
         self._ended.add(rank)
 
 
-class RankDoor:
-    """Accepts the connections of ranks. It reads all of them at once, so a silent foreign process
-    delays none."""
+class RankListener:
+    """Accept ranks without waiting for the first message of any one connection."""
 
+    # Other users can connect to a port, and stay silent.
     def __init__(self, listener: socket.socket, secret: str) -> None:
         self._listener, self._secret = listener, secret
         self._waiting: dict[socket.socket, tuple[float, bytes]] = {}
-        """Start time and received bytes of each connection with an incomplete first message, oldest
-        first."""
+        """Start time and received bytes of each incomplete connection, oldest first."""
 
-    def __enter__(self) -> RankDoor:
+    def __enter__(self) -> RankListener:
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for stranger in [*self._waiting]:
-            self._refuse(stranger)
+        for connection in [*self._waiting]:
+            self._refuse(connection)
         self._selector.close()
 
-    def come(self, timeout_s: float) -> Iterator[tuple[int, socket.socket]]:
+    def arrivals(self, timeout_s: float) -> Iterator[tuple[int, socket.socket]]:
         """Yield the ranks that have connected, within `timeout_s`."""
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._listener:
-                with contextlib.suppress(OSError):  # the connection is closed already
-                    come, _ = self._listener.accept()
-                    come.setblocking(False)
-                    self._selector.register(come, selectors.EVENT_READ)
-                    self._waiting[come] = time.monotonic(), b""
-            elif (
-                isinstance(key.fileobj, socket.socket)
-                and (rank := self._rank_of(key.fileobj)) is not None
-            ):
+                with contextlib.suppress(OSError):  # it is closed already
+                    connection, _ = self._listener.accept()
+                    connection.setblocking(False)
+                    self._selector.register(connection, selectors.EVENT_READ)
+                    self._waiting[connection] = time.monotonic(), b""
+                continue
+            assert isinstance(key.fileobj, socket.socket)
+            if (rank := self._rank_of(key.fileobj)) is not None:
                 yield rank, key.fileobj
-        late = time.monotonic() - FIRST_WORD_S
-        for stranger in [each for each, (since, _) in self._waiting.items() if since < late]:
-            self._refuse(stranger)
+        late = time.monotonic() - FIRST_MESSAGE_S
+        for connection in [each for each, (since, _) in self._waiting.items() if since < late]:
+            self._refuse(connection)
         while len(self._waiting) > MOST_WAITING:
             self._refuse(next(iter(self._waiting)))
 
-    def _rank_of(self, come: socket.socket) -> int | None:
-        """Rank of a connection; None for a foreign process, and while its first message is
-        incomplete."""
-        since, said = self._waiting[come]
+    def _rank_of(self, connection: socket.socket) -> int | None:
+        """Return a connection's rank; None if it is incomplete or foreign."""
+        since, message = self._waiting[connection]
         try:
-            more = come.recv(FIRST_WORD - len(said))
+            more = connection.recv(FIRST_MESSAGE - len(message))
         except OSError:
             more = b""
-        said += more
-        if more and len(said) < FIRST_WORD:
-            self._waiting[come] = since, said
+        message += more
+        if more and len(message) < FIRST_MESSAGE:
+            self._waiting[connection] = since, message
             return None
-        secret, rank = said[: 2 * SECRET_BYTES], said[2 * SECRET_BYTES :].strip()
+        secret, rank = message[: 2 * SECRET_BYTES], message[2 * SECRET_BYTES :].strip()
         if not (hmac.compare_digest(secret, self._secret.encode()) and rank.isdigit()):
-            self._refuse(come)
+            self._refuse(connection)
             return None
-        self._leave(come)
-        come.setblocking(True)
+        self._release(connection)
+        connection.setblocking(True)
         return int(rank)
 
-    def _refuse(self, come: socket.socket) -> None:
-        self._leave(come)
-        come.close()
+    def _refuse(self, connection: socket.socket) -> None:
+        self._release(connection)
+        connection.close()
 
-    def _leave(self, come: socket.socket) -> None:
-        del self._waiting[come]
-        self._selector.unregister(come)
+    def _release(self, connection: socket.socket) -> None:
+        del self._waiting[connection]
+        self._selector.unregister(connection)
 
 
 class Follower:
@@ -238,7 +221,7 @@ class Follower:
         self._lifeline: Lifeline | None = None
         self._socket = _connect(meeting)
         self._socket.sendall(f"{meeting.secret} {rank:>{RANK_WIDTH}}".encode())
-        self._line = self._socket.makefile("rwb")
+        self._channel = self._socket.makefile("rwb")
         self._thread = threading.Thread(target=self._follow, name="orders")
         self._thread.start()
 
@@ -259,16 +242,14 @@ class Follower:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         with contextlib.suppress(OSError):  # rank 0 is gone, or this one leaves
-            for said in self._line:
-                order = Order.model_validate_json(said)
-                self._answer(f"{order.number} {self._carry_out(order)}")
-
-    def _answer(self, text: str) -> None:
-        self._line.write(text.encode() + b"\n")
-        self._line.flush()
+            for message in self._channel:
+                order = Order.model_validate_json(message)
+                answer = f"{order.number} {self._carry_out(order)}\n"
+                self._channel.write(answer.encode())
+                self._channel.flush()
 
     def _carry_out(self, order: Order) -> str:
-        """Carry out an order; return an empty string, or the reason for the failure."""
+        """Carry out an order; return why it failed, or an empty string."""
         try:
             if order.do == "send":
                 self._send(order.version)
@@ -282,9 +263,10 @@ class Follower:
         return ""
 
     def _join(self, init: TransferInit) -> None:
-        line = self._lifeline = Lifeline(init, self._rank, gpu_of(self._device))
-        line.connecting()
-        connecting = Calls({"": lambda: connect(init, line.store, self._rank, self._device)})
+        lifeline = self._lifeline = Lifeline(init, self._rank, gpu_of(self._device))
+        lifeline.connecting()
+        # In a thread, because a connection that waits for a dead rank cannot be interrupted.
+        connecting = Calls({"": lambda: connect(init, lifeline.store, self._rank, self._device)})
         self._until(connecting.over, "connect", f"no connection over {init.backend}")
         connecting.raise_failure()
         self._group = connecting.results()[""]
@@ -292,9 +274,11 @@ class Follower:
     def _send(self, version: int) -> None:
         if self._group is None:
             raise RuntimeError("it is in no group")
-        self._until(
-            lambda: self._written >= version, "transfer", f"it has not come to version {version}"
-        )
+
+        def written() -> bool:
+            return self._written >= version
+
+        self._until(written, "transfer", f"it has not come to version {version}")
         self._group.send(self._what)
         self._until(self._group.sent, "transfer", "the others did not take its rows")
 
@@ -315,6 +299,7 @@ class Follower:
 
 def _listen() -> tuple[Meeting, socket.socket]:
     secret = secrets.token_hex(SECRET_BYTES)
+    # Several nodes have no common private folder, so their ranks prove themselves by the secret.
     if on_several_nodes():
         address = node_address()
         family = socket.getaddrinfo(address, None)[0][0]
@@ -329,7 +314,7 @@ def _listen() -> tuple[Meeting, socket.socket]:
 
 def _connect(meeting: Meeting) -> socket.socket:
     if meeting.port:
-        connected = socket.create_connection((meeting.at, meeting.port), timeout=MEET_S)
+        connected = socket.create_connection((meeting.at, meeting.port), timeout=ARRIVAL_S)
         connected.settimeout(None)
         return connected
     connected = socket.socket(socket.AF_UNIX)
@@ -338,7 +323,7 @@ def _connect(meeting: Meeting) -> socket.socket:
 
 
 def _at(folder: Path, bind_or_connect: Callable[[str], None]) -> None:
-    """Bind or connect the socket in `folder`, whose path may be longer than a socket address."""
+    """Bind or connect the socket in `folder`, whose path may be too long for an address."""
     descriptor = os.open(folder, os.O_PATH)
     try:
         bind_or_connect(f"/proc/self/fd/{descriptor}/orders")
@@ -360,16 +345,13 @@ class Calls(Generic[T]):
             threading.Thread(target=self._run, args=(name, call), daemon=True).start()
 
     def over(self) -> bool:
-        """True when every call has returned or failed."""
         return not self.waiting()
 
     def waiting(self) -> list[str]:
-        return [
-            name for name in self.names if name not in self._results and name not in self._failures
-        ]
+        ended = self._results.keys() | self._failures.keys()
+        return [name for name in self.names if name not in ended]
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until every call is over, at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while not self.over() and time.monotonic() < deadline:
             time.sleep(POLL_S)
