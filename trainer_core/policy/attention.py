@@ -117,9 +117,6 @@ def packed_attention(
 
     Returns:
         [1, N, heads, head_dim] and no attention weights.
-
-    Raises:
-        ValueError: the model does not pass `packing`, or wants a mask or dropout.
     """
     if packing is None:
         raise ValueError("its attention layers drop the keyword `packing`")

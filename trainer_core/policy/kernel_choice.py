@@ -31,9 +31,6 @@ def use_attention(model: nn.Module, kernel: AttentionKernel) -> str:
     """Set the attention kernel of `model` and return its name, "sdpa" on a CPU and in float32.
 
     Call it before layers are compiled.
-
-    Raises:
-        UsageError: `kernel` demands FlashAttention 4, which cannot be used.
     """
     if next(model.parameters()).device.type != "cuda" or compute_dtype(model) not in HALF:
         if kernel == "flash_attention_4":

@@ -43,11 +43,7 @@ _LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 
 
 def load_config(model_name: str, *, frozen: bool = False, shared: bool = False) -> Any:
-    """Load the model's configuration, without its quantization settings.
-
-    Raises:
-        UsageError: there is no such model, or `why_refused` refuses it.
-    """
+    """Load the model's configuration, without its quantization settings."""
     from transformers import AutoConfig
 
     try:
@@ -209,9 +205,6 @@ def attach_views(
         model: from `empty_model`.
         tensors: the server's, by its own names.
         shard: the server's description of them.
-
-    Raises:
-        UsageError: the tensors do not fit; lists every misfit.
     """
     wanted = dict(model.named_parameters())
     # The server reports where it loaded each checkpoint tensor, transformers where each belongs.
@@ -291,11 +284,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def train_only(model: nn.Module, layers: list[int] | None) -> None:
-    """Freeze everything except the given layers; None trains all.
-
-    Raises:
-        UsageError: the model has no such layer.
-    """
+    """Freeze everything except the given layers; None trains all."""
     if layers is None:
         return
     count = model.config.num_hidden_layers

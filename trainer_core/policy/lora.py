@@ -23,11 +23,7 @@ _ADAPTER = "default"
 
 
 def add_adapter(model: nn.Module, config: TrainingConfig) -> int:
-    """Freeze `model` and add trainable float32 adapters without effect; return their size.
-
-    Raises:
-        UsageError: the model lacks a target module or a layer.
-    """
+    """Freeze `model` and add trainable float32 adapters without effect; return their size."""
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = _targets(model, list(config.lora_target_modules or TARGETS))
@@ -172,11 +168,7 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
 
 
 def read_adapter(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
-    """Read an adapter by the names of `adapter_parameters`.
-
-    Raises:
-        UsageError: the adapter has other modules, shapes or scale.
-    """
+    """Read an adapter by the names of `adapter_parameters`."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

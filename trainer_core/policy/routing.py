@@ -71,11 +71,7 @@ _here = _Here()
 
 
 def replay_in(model: nn.Module) -> RouterShape:
-    """Make the routers use a row's recorded experts from now on; a collective.
-
-    Raises:
-        UsageError: the routers are unsupported.
-    """
+    """Make the routers use a row's recorded experts from now on; a collective."""
     config = model.config.to_dict()
     if refused := why_not_replayed(config):
         raise UsageError(f"--routing-replay: {': '.join(refused)}")

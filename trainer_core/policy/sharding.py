@@ -36,11 +36,7 @@ T = TypeVar("T")
 
 
 def load_for(world: World, name: str | Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Load the model for `shard`; only rank 0 reads the weights.
-
-    Raises:
-        UsageError: several ranks cannot compute this model together.
-    """
+    """Load the model for `shard`; only rank 0 reads the weights."""
     if world.size == 1:
         return load_model(name, dtype, device)
     config = load_config(str(name), frozen=True)  # the policy's own check ran before
@@ -187,11 +183,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def copy_weights(model: nn.Module, source: str | Path, world: World = ALONE) -> None:
-    """Overwrite parameters, or this rank's parts, from a directory or hub id; a collective.
-
-    Raises:
-        UsageError: the weights belong to another model.
-    """
+    """Overwrite parameters, or this rank's parts, from a directory or hub id; a collective."""
     parallel = parallel_of(model)
     ours = dict(model.named_parameters())
     shapes = {

@@ -81,9 +81,6 @@ class TensorParallel:
 
         Args:
             shards: manifest of each rank.
-
-        Raises:
-            UsageError: parameters are split in an unsupported way; lists all.
         """
         self.rank, self.size = rank, len(shards)
         spots = checkpoint_layout(model).items()

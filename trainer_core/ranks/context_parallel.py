@@ -83,9 +83,6 @@ class Context:
         """Exchange all heads of this rank's tokens for its share of the heads of all tokens.
 
         Each is [1, heads, tokens, head_dim].
-
-        Raises:
-            ValueError: the heads cannot be divided evenly.
         """
         if query.shape[1] % self.size:
             raise ValueError(

@@ -158,11 +158,7 @@ def speaks_for_node() -> bool:
 
 
 def node_address() -> str:
-    """Return the numeric address under which other ranks reach this one.
-
-    Raises:
-        UsageError: ATROPOS_NODE_ADDRESS is not of this machine.
-    """
+    """Return the numeric address under which other ranks reach this one."""
     try:
         return address_here()
     except NoSuchAddress as error:
@@ -184,11 +180,7 @@ def restore_master() -> None:
 
 
 def meeting_place(parent: int) -> Path:
-    """Return the meeting folder of the children of `parent`, a torchrun.
-
-    Raises:
-        UsageError: another user created it.
-    """
+    """Return the meeting folder of the children of `parent`, a torchrun."""
     if ENV_MEETING in os.environ:
         return Path(os.environ[ENV_MEETING])
     # The start time makes the name unique when the kernel reuses a process id.
@@ -210,9 +202,6 @@ def meet_nodes(node: int, nodes: int, ranks: int) -> None:
     Args:
         node: number of this node, from 0.
         ranks: number of ranks on this node.
-
-    Raises:
-        UsageError: there is no shared folder, or it belongs to another user.
     """
     if ENV_RANKS_DIR not in os.environ:
         raise UsageError(f"several nodes need a folder that all share: set {ENV_RANKS_DIR} to it")

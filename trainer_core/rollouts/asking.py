@@ -221,11 +221,7 @@ class RoutingAsker:
         return whole
 
     def _taken(self, experts: NDArray[Any]) -> NDArray[np.int16]:
-        """Keep the sparse layers; set unrecorded tokens to -1.
-
-        Raises:
-            EngineError: the experts belong to another model.
-        """
+        """Keep the sparse layers; set unrecorded tokens to -1."""
         shape = self._shape
         if experts.shape[1] == shape.layers:
             experts = experts[:, list(shape.sparse)]

@@ -96,11 +96,7 @@ class RecordedRollouts:
         print(f"✓ Rollouts of {self.path}: {len(self._places)} batches, steps {first} to {last}")
 
     def next_batch(self, step: int, on_idle: Callable[[], None] = lambda: None) -> RawBatch:
-        """Return the batch after the last one, at first the one after `step`.
-
-        Raises:
-            RolloutsEnd: no batch is left.
-        """
+        """Return the batch after the last one, at first the one after `step`."""
         if self._next is None:
             self._next = self._first(step)
         if self._next >= len(self._places):
@@ -204,11 +200,7 @@ def _places(file: BinaryIO, path: Path, batch_size: int) -> list[_Place]:
 
 
 def _head(line: bytes, path: Path, number: int) -> _Head | None:
-    """Parse a line's head; None for an empty or torn line.
-
-    Raises:
-        UsageError: the line is neither a batch nor a group.
-    """
+    """Parse a line's head; None for an empty or torn line."""
     if not line.strip():
         return None
     where = f"--rollouts {path}, line {number}"

@@ -264,11 +264,7 @@ class ServerChild:
         self._start()
 
     def restart(self, reason: str) -> None:
-        """Start a new server in place of the old; raises as `ensure` does.
-
-        Raises:
-            UsageError: this trainer did not start the server.
-        """
+        """Start a new server in place of the old; raises as `ensure` does."""
         if self._foreign:
             raise UsageError(
                 f"{self.url} was not started by this trainer, so it cannot restart it. fix: end "
@@ -286,11 +282,7 @@ class ServerChild:
             self._port = None
 
     def _server_exists(self) -> bool:
-        """Return True if a server of ours has the port; otherwise hold it.
-
-        Raises:
-            UsageError: another program has the port.
-        """
+        """Return True if a server of ours has the port; otherwise hold it."""
         try:
             with socket.create_connection(("127.0.0.1", self.config.vllm_port), timeout=5):
                 pass

@@ -298,9 +298,6 @@ class WrittenWeights(SeparateWeights):
 
         Args:
             what, room: for messages: what is written, and how to make space.
-
-        Raises:
-            TrainerError: the disk is full, or the folder is not writable.
         """
         target = self._path(self.version)
         aside = target.with_name(f".{target.name}.writing")

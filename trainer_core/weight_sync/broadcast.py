@@ -491,11 +491,7 @@ class GroupBackoff:
 
 
 def require_nodes(config: TrainingConfig, env: Mapping[str, str] = os.environ) -> None:
-    """Compare the guides' number of inference nodes with the number of servers.
-
-    Raises:
-        UsageError: the numbers differ.
-    """
+    """Compare the guides' number of inference nodes with the number of servers."""
     text = env.get("NUM_INFERENCE_NODES") or "0"
     if not text.isdecimal():
         raise UsageError(f"NUM_INFERENCE_NODES={text}: a number of servers is needed, or 0")

@@ -186,11 +186,7 @@ class SharedBase:
         return model
 
     def follow(self, instance: str) -> None:
-        """Move the base to the memory of the server `instance`; adapters stay.
-
-        Raises:
-            EngineGone: its manifest is missing so far.
-        """
+        """Move the base to the memory of the server `instance`; adapters stay."""
         if instance == self._instance:
             return
         manifest = self._manifest()

@@ -41,11 +41,7 @@ class Backoff:
 
     @contextmanager
     def attempt(self, instance: str) -> Iterator[None]:
-        """Context of one attempt.
-
-        Raises:
-            EngineGone: its error, or the last one's if it is too early.
-        """
+        """Context of one attempt."""
         again = instance == self._failed  # a new instance is tried at once
         if again and time.monotonic() < self._not_before:
             raise EngineGone(self._last_error)

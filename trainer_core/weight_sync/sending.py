@@ -90,11 +90,7 @@ class OnePiece:
 
 class Shards:
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype, rank: int, size: int) -> None:
-        """Use `dtype` for sharded parameters, whatever they are trained in.
-
-        Raises:
-            UsageError: a checkpoint tensor or a rank's part of one cannot be sent.
-        """
+        """Use `dtype` for sharded parameters, whatever they are trained in."""
         named, self._rank = dict(model.named_parameters()), rank
         self.tensors: list[SentTensor] = []
         self._own: dict[str, list[tuple[TensorPart, torch.nn.Parameter]]] = {}
@@ -142,21 +138,13 @@ class TensorPart:
 
 
 def outgoing(model: torch.nn.Module, dtype: torch.dtype, rank: int, size: int) -> Outgoing:
-    """Return the bytes that `rank` of the trainer's `size` sends.
-
-    Raises:
-        UsageError: a checkpoint tensor is not a view of the parameters.
-    """
+    """Return the bytes that `rank` of the trainer's `size` sends."""
     return OnePiece(model) if size == 1 else Shards(model, dtype, rank, size)
 
 
 @torch.no_grad()
 def into_one_piece(model: torch.nn.Module) -> tuple[torch.Tensor, list[SentTensor], Copied]:
-    """Move every parameter into one tensor of bytes, in sending order.
-
-    Raises:
-        UsageError: a checkpoint tensor is not a view of the parameters.
-    """
+    """Move every parameter into one tensor of bytes, in sending order."""
     named = dict(model.named_parameters())
     parts = parts_of(model)
     spots = ((owner, *part) for owner in named for part in parts[owner])
@@ -180,11 +168,7 @@ def into_one_piece(model: torch.nn.Module) -> tuple[torch.Tensor, list[SentTenso
 
 
 def parts_of(model: torch.nn.Module) -> dict[str, list[tuple[str, Spot]]]:
-    """Map each parameter to its checkpoint tensors, in memory order.
-
-    Raises:
-        UsageError: a checkpoint tensor is not a view of the parameters.
-    """
+    """Map each parameter to its checkpoint tensors, in memory order."""
     parts: defaultdict[str, list[tuple[str, Spot]]] = defaultdict(list)
     for name, spot in checkpoint_layout(model).items():
         if spot is None:
@@ -256,11 +240,7 @@ def _now(device: torch.device) -> torch.cuda.Event | None:
 
 
 def meeting_point(init_method: str, env: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return address and port (0: any) of `--init-method`, else of MASTER_ADDR and MASTER_PORT.
-
-    Raises:
-        UsageError: an invalid port, or an address that means every interface.
-    """
+    """Return address and port (0: any) of `--init-method`, else of MASTER_ADDR and MASTER_PORT."""
     address, port = meeting_place(init_method, env)
     named = f"--init-method {init_method}"
     if init_method == "env://":
@@ -284,11 +264,7 @@ class Rendezvous:
     def __init__(
         self, backend: str, address: str, port: int, world_size: int, timeout_s: float
     ) -> None:
-        """Listen on `address` alone.
-
-        Raises:
-            UsageError: it is not of this machine, the port is in use, or NCCL is missing.
-        """
+        """Listen on `address` alone."""
         self.address, self.world_size = address, world_size
         self.nccl_id = _nccl_id() if backend == "nccl" else b""
         self.key, self.secret = secrets.token_hex(16), secrets.token_bytes(SECRET_BYTES)

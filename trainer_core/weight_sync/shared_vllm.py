@@ -230,11 +230,7 @@ class SingleCopy(WeightSync):
         return model
 
     def _shards(self, manifest: Manifest) -> dict[int, Shard]:
-        """Return shards by rank, on a GPU those of the worker on the same device.
-
-        Raises:
-            ManifestError: there is no worker on a rank's GPU.
-        """
+        """Return shards by rank, on a GPU those of the worker on the same device."""
         places = {shard.gpu: shard for shard in manifest.ranks.values()}
         if self.device.type != "cuda" or None in places:
             return manifest.ranks
@@ -260,11 +256,7 @@ class SingleCopy(WeightSync):
 
     @torch.no_grad()
     def _prove_sharing(self, model: torch.nn.Module) -> None:
-        """Change one value while no client can generate, and see the server's logprob follow.
-
-        Raises:
-            EngineError: the server computes with other memory.
-        """
+        """Change one value while no client can generate, and see the server's logprob follow."""
         # The last norm, because no KV cache depends on it.
         value = _proof_value(model)
         before = value.clone()
