@@ -17,7 +17,7 @@ from trainer_core.errors import RankGone
 from trainer_core.policy.sharding import local, weights
 from trainer_core.ranks.group import join
 from trainer_core.ranks.world import World
-from trainer_core.weight_sync import broadcast, outgoing
+from trainer_core.weight_sync import broadcast, sending
 from trainer_core.weight_sync.base import Start, make_sync
 
 CPU = torch.device("cpu")
@@ -134,7 +134,7 @@ def everything(_: Path, cases: str) -> int:
     """
     world = join(CPU, 60.0)
     torch.set_num_threads(1)
-    outgoing.CHUNK_BYTES = broadcast.CHUNK_BYTES = CHUNK_BYTES
+    sending.CHUNK_BYTES = broadcast.CHUNK_BYTES = CHUNK_BYTES
     *published, lost = json.loads(cases)
     for turn, (model, urls) in enumerate(published):
         publish(world, model, urls, overlap=bool(turn))

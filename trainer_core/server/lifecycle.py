@@ -393,16 +393,10 @@ class ServerChild:
             except subprocess.TimeoutExpired:
                 late = f"did not end within {GRACE_S:.0f} s"
                 print(f"The inference server (pid {process.pid}) {late}: killing it")
-        _kill_session(process)
-
-
-def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    if process.stdin is not None:
-        process.stdin.close()
-    with suppress(ProcessLookupError):
-        # Kills workers that outlived the server; the group may be empty by now.
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        with suppress(ProcessLookupError):
+            # Kills workers that outlived the server; the group may be empty by now.
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 Lifecycle = Supervised | ServerChild
