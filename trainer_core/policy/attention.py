@@ -1,9 +1,4 @@
-"""Causal attention over packed sequences, as an attention implementation of transformers.
-
-Half precision on CUDA goes through FlashAttention 2 (`torch.nn.attention.varlen`) or FlashAttention
-4, as `kernel_choice` decides; the rest goes through SDPA. Soft-capped scores and sinks are computed
-in full, one sequence at a time.
-"""
+"""Causal attention over packed sequences, as an attention implementation of transformers."""
 
 from __future__ import annotations
 
@@ -145,6 +140,8 @@ def _attend(
     sinks: torch.Tensor | None,
     by_flash4: bool,
 ) -> torch.Tensor:
+    # Half precision on CUDA goes through FlashAttention 2 (`torch.nn.attention.varlen`) or 4, as
+    # `kernel_choice` decides, the rest through SDPA. No kernel takes soft-capped scores and sinks.
     groups = query.shape[0] // key.shape[0]
     window = window if window and window < packing.max_length else None
     # The kernel takes half precision and limited head sizes; the start-up proof runs in float32.

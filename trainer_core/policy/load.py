@@ -99,7 +99,7 @@ def empty_model(config: Any, dtype: torch.dtype) -> nn.Module:
 
 @contextmanager
 def _packed_attention(config: Any) -> Iterator[None]:
-    """Refuse model classes that choose attention from a table of their own."""
+    # Classes that choose attention from a table of their own do not find ours in it.
     try:
         yield
     except KeyError as error:
@@ -113,7 +113,6 @@ def _packed_attention(config: Any) -> Iterator[None]:
 
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Create parameters on the meta device meanwhile, in the whole process."""
     # Constructors write initial values after registration, so a parameter gives up its memory
     # untouched.
     register_parameter = nn.Module.register_parameter
@@ -251,7 +250,6 @@ def attach_views(
 
 
 def _misfit(spot: Spot | None, view: TensorView | None, wanted: Mapping[str, nn.Parameter]) -> str:
-    """Return why a parameter cannot be the server's tensor; empty if it can."""
     if spot is None:
         return "transformers computes it from its parameters, so it cannot be shared"
     if spot.parameter not in wanted:

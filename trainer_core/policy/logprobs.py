@@ -378,7 +378,7 @@ def _logits(
 
 
 def _add_product(total: torch.Tensor, to_logits: torch.Tensor, hidden: torch.Tensor) -> None:
-    """total += to_logits.T @ hidden."""
+    # total += to_logits.T @ hidden, summed in the dtype of `total`.
     if total.dtype == hidden.dtype:
         total.addmm_(to_logits.T, hidden)
     elif total.is_cuda:
@@ -455,7 +455,6 @@ def _spread(
     cap: float | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Gradient of the logits, [T, V], from the gradient of the logprobs."""
     wide = logits.to(normalizers.dtype)
     bent = wide if cap is None else cap * torch.tanh(wide / cap)
     # p = exp(logit / temperature - log-normalizer): the softmax without another pass for its

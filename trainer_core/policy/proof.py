@@ -1,8 +1,4 @@
-"""Prove at the start that the trainer computes this model as transformers does.
-
-The trainer's path is packed attention and a chunked head; transformers runs eager attention with
-full logits. Both use the actual weights in float32.
-"""
+"""Prove at the start that the trainer computes this model as transformers does."""
 
 from __future__ import annotations
 
@@ -42,6 +38,8 @@ def prove(model: nn.Module) -> float:
         torch.randint(model.config.vocab_size, (n,), generator=generator).to(device)
         for n in _LENGTHS
     ]
+    # The trainer's path is packed attention and a chunked head; transformers runs eager attention
+    # with full logits. Both use the actual weights in float32.
     row = whole_row(sequences)
     try:
         with torch.no_grad(), _short_windows(model), _in_float32(model):

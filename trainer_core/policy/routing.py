@@ -97,7 +97,6 @@ def replay_in(model: nn.Module) -> RouterShape:
 
 
 def _routers(model: nn.Module) -> dict[int, nn.Module]:
-    """Routers by layer index."""
     # The modules whose logits transformers records for the balance loss.
     recorded = (getattr(model.base_model, "_can_record_outputs", None) or {}).get("router_logits")
     kind = getattr(recorded, "target_class", None)
@@ -118,7 +117,7 @@ def _leave(*_: Any) -> None:
 
 
 def _choose(place: torch.Tensor, weigh: Weigh, router: nn.Module, _: Any, output: Any) -> Any:
-    """Forward hook: replace the router's experts by the recorded ones."""
+    # A forward hook, whose result replaces the router's output.
     if _here.experts is None:
         return None
     logits, weights, own = output

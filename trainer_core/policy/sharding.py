@@ -1,9 +1,6 @@
 """The policy sharded by FSDP2: each rank holds some rows of every parameter.
 
-With `master_weights` fp32, trained rows are float32 master weights. With a memory-saving option
-rows have the model's dtype, and `optimizers.py` keeps its own state. Adapters, and parameters of
-another dtype, stay whole on every rank. Running the model is a collective: all ranks do it equally
-often in the same order.
+Running the model is a collective: all ranks do it equally often in the same order.
 """
 
 from __future__ import annotations
@@ -61,14 +58,15 @@ def shard(
     source = {name: parameter.detach() for name, parameter in named.items()}
     source |= dict(model.named_buffers())
     stored = world.share(lambda: {name: tensor.dtype for name, tensor in source.items()})
-    # FSDP needs one dtype per group and at least one dimension.
+    # These stay whole on every rank: FSDP needs one dtype per group and at least one dimension.
     odd = {name for name in named if stored[name] != compute or not named[name].ndim} | adapters
     slim = (
         config.master_weights != "fp32"
         or config.gradient_dtype != "float32"
         or config.optimizer_offload
     )
-    # Rows that become float32 master weights.
+    # Rows that become float32 master weights. With a memory-saving option rows have the model's
+    # dtype, and `optimizers.py` keeps its own state.
     wide = set() if slim else {name for name in named if named[name].requires_grad} - odd
     float32 = torch.promote_types(compute, torch.float32)
     _without_memory(model, stored | dict.fromkeys(wide, float32))
@@ -210,7 +208,6 @@ def copy_weights(model: nn.Module, source: str | Path, world: World = ALONE) -> 
 
 
 def _without_memory(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Replace parameters by ones without memory, of these dtypes; ties are kept."""
     empty = {
         parameter: nn.Parameter(
             torch.empty_like(parameter, dtype=dtypes[name], device="meta"), parameter.requires_grad

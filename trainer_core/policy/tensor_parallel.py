@@ -184,8 +184,8 @@ class TensorParallel:
                     dist.send(own.contiguous(), 0)
             yield name, whole
 
+    # Yields a description of each parameter that cannot be split so.
     def _install(self, model: nn.Module) -> Iterator[str]:
-        """Change how modules compute; yield a description of each unsupported parameter."""
         known = {id(parameter): name for name, parameter in self.parameters.items()}
         lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
         layers = {layer for several in lists for layer in several}
@@ -246,7 +246,6 @@ class TensorParallel:
                     parameter.register_hook(partial(over_ranks, group=self._groups[ranks]))
 
     def _cut(self, name: str) -> str:
-        """Describe a parameter's split; empty: whole on every rank."""
         parts = self.parts[name]
         cuts = {dim for part in parts for dim in part.cuts}
         if len(cuts) > 1:

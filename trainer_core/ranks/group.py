@@ -1,8 +1,4 @@
-"""Several ranks of one trainer: meeting, collectives, and detection of a dead rank.
-
-The ranks meet in a private folder with a shared secret, so that other users cannot join. Pickled
-values carry a MAC, verified before unpickling.
-"""
+"""Several ranks of one trainer: meeting, collectives, and detection of a dead rank."""
 
 from __future__ import annotations
 
@@ -114,6 +110,7 @@ class Ranks(World):
             self._raise_cause(error)
 
     def _meet(self, stop: threading.Event) -> bytes:
+        # In a private folder instead of torchrun's TCP store, so that other users cannot join.
         if self.rank == 0:
             write_private(self._folder / "secret", secrets.token_hex(SECRET_BYTES))
         # After the secret: a pid file tells the others that everything before it is in place.
@@ -273,6 +270,7 @@ class Ranks(World):
             self._raise_cause(error)
         return self._verified(0, signed)
 
+    # Pickled values go over the network, so each carries a MAC, verified before unpickling.
     def _with_mac(self, rank: int, message: bytes) -> bytearray:
         self._message += 1
         # The counter and the rank are part of the MAC, so a message cannot be replayed.
@@ -292,17 +290,13 @@ class Ranks(World):
         return tensor
 
     def _raise_cause(self, error: RuntimeError) -> NoReturn:
-        """Raise `RankGone` if another rank's end explains `error`, else `error`."""
         # Connections close before the process ends, so the watch thread may need a moment.
         self.check(patience_s=SEEN_S)
         raise error
 
+    # A process id is None for a rank on another node.
     def _watch(self, pids: dict[int, int | None]) -> None:
-        """End this process if another rank has ended and this one does not leave.
-
-        Args:
-            pids: process id by rank; None for a rank on another node.
-        """
+        """End this process if another rank has ended and this one does not leave."""
         running = {}
         for rank, pid in pids.items():
             try:
@@ -376,7 +370,7 @@ class Dealt(World):
 
 
 def _portable(error: BaseException) -> BaseException:
-    """Return `error`, or a close type with its message if it cannot be pickled."""
+    # Some exceptions cannot be pickled, or not be built again from their arguments.
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -116,7 +116,6 @@ def _config(count: int, file: str) -> LaunchConfig:
 
 
 def _end(folder: Path, failures: Mapping[int, ProcessFailure]) -> int:
-    """Report which rank ended first and how; return the exit code."""
     # Ranks that left because another was gone are consequences, not the cause.
     codes = {rank: each.exitcode for rank, each in failures.items() if each.exitcode != GONE_CODE}
     # A negative exit code is the number of the signal that killed the process.

@@ -223,7 +223,6 @@ def meet_nodes(node: int, nodes: int, ranks: int) -> None:
 
 
 def _gather_nodes(folder: Path, own: str, nodes: int) -> list[str]:
-    """Collect the entries of all nodes on node 0, and publish them."""
     # Remove what an earlier start left behind.
     for path in folder.iterdir():
         if path.is_dir():
@@ -242,7 +241,6 @@ def _gather_nodes(folder: Path, own: str, nodes: int) -> list[str]:
 
 
 def _join_nodes(folder: Path, own: str, node: int) -> list[str]:
-    """Publish this node's entry, and wait for node 0's list."""
     while True:
         here = set(folder.iterdir())
         words = (folder / "nodes").read_text().splitlines() if folder / "nodes" in here else []

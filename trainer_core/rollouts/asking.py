@@ -221,8 +221,8 @@ class RoutingAsker:
         return whole
 
     def _taken(self, experts: NDArray[Any]) -> NDArray[np.int16]:
-        """Keep the sparse layers; set unrecorded tokens to -1."""
         shape = self._shape
+        # Keep the sparse layers only.
         if experts.shape[1] == shape.layers:
             experts = experts[:, list(shape.sparse)]
         layers, chosen = experts.shape[1:]

@@ -405,7 +405,6 @@ class _Reader:
             self._take_group(raw, group, judged, flat=not group.advantages and not shared.any())
 
     def _parse(self, where: str, raw: Any) -> tuple[Group, NDArray[np.float64]] | None:
-        """Return a group and its punished scores, [G]; None if it is left out."""
         select = self.selection
         try:
             group = Group.parse(where, raw, reference=select.reference, teacher=select.teacher)
@@ -435,7 +434,6 @@ class _Reader:
     def _lone(
         self, groups: list[tuple[Group, NDArray[np.float64]]], baselines: Baselines
     ) -> dict[int, NDArray[np.float64]]:
-        """Advantages of groups of one that bring none, by index."""
         each = enumerate(groups)
         alone = [i for i, (group, s) in each if len(s) == 1 and not group.advantages]
         if self.selection.group_of_one == "score":
@@ -465,7 +463,6 @@ class _Reader:
             self._take(each, mask, flat and not group.teacher_ids)
 
     def _sequence(self, group: Group, i: int, shared: float) -> _Judged:
-        """Turn a sequence into a rollout, if it can train."""
         spot, tokens = f"{group.where}, sequence {i}", group.tokens[i]
         override = table(spot, "overrides", group.overrides[i] if group.overrides else None)
         logprobs = group.logprobs[i] if group.logprobs else None
@@ -530,7 +527,6 @@ class _Reader:
         return teacher_of(spot, ids, logprobs, usable, self.selection.vocab_size)
 
     def _take(self, judged: _Judged, mask: list[Any], flat: bool) -> None:
-        """Keep the rollout, unless the objective leaves it out."""
         batch, rollout = self.batch, judged.rollout
         batch.generated += judged.generated
         batch.logprob_sum += judged.logprob_sum
@@ -555,7 +551,6 @@ class _Reader:
         batch.unselected_scores.append(rollout.score)
 
     def _measure(self, rollout: Rollout, mask: list[Any]) -> bool:
-        """Record length and ending; return True if a turn reached the limit."""
         generated, limit = np.flatnonzero(rollout.trained), self.selection.max_completion
         self.batch.completion_tokens.append(len(generated))
         self.batch.ended.append(int(rollout.tokens[generated[-1]]) in self.selection.end_tokens)
@@ -566,7 +561,7 @@ class _Reader:
 
 
 def _longest_turn(mask: list[Any]) -> int:
-    """Tokens of the longest turn, to which the environment's limit applies."""
+    # The environment's limit applies to each turn.
     runs = groupby(mask, key=lambda label: label != IGNORED)
     return max((sum(1 for _ in run) for generated, run in runs if generated), default=0)
 

@@ -1,12 +1,4 @@
-"""Client of atroposlib's run-api (0.4.0): register, then fetch one batch an optimizer step.
-
-Environments can register after the first `GET /batch`, so it comes before the model loads. Any
-client's `GET /reset_data` wipes run-api's state, so the trainer checks its registration before
-every batch and while it waits.
-
-Upstream run-api removes a batch before it answers, so a failed answer loses it. Our front
-(`atropos_api.batches`) keeps a batch until the next request, so the trainer fetches ahead.
-"""
+"""Client of atroposlib's run-api (0.4.0): register, then fetch one batch an optimizer step."""
 
 from __future__ import annotations
 
@@ -150,11 +142,14 @@ class RunApi:
         while not self._check_registration():
             self._pause(REGISTRATION_CHECK_S)
         self._opened = True
+        # Environments can register only after a first `GET /batch`, so the model loads later.
         self._ready = self._batch()
 
     @property
     def keeps_batches(self) -> bool:
         """True if run-api keeps the last batch, so that prefetching loses nothing."""
+        # Upstream run-api removes a batch before it answers, so a failed answer loses it. Our front
+        # (`atropos_api.batches`) keeps a batch until the next request.
         return bool(self._after)
 
     def next_batch(self, step: int, on_idle: Callable[[], None] = lambda: None) -> RawBatch:
@@ -180,6 +175,7 @@ class RunApi:
         next_check, next_message = began + IDLE_CHECK_S, began + COMPLAIN_AFTER_S
         next_registration_check = began
         while True:
+            # Any client's `GET /reset_data` wipes run-api's state.
             if time.monotonic() >= next_registration_check:
                 self._check_registration()
                 next_registration_check = time.monotonic() + REGISTRATION_CHECK_S
@@ -207,7 +203,6 @@ class RunApi:
             raise Stopped
 
     def _check_registration(self) -> bool:
-        """Return True if run-api has our registration; register if it has none."""
         wanted = self.registration["batch_size"]
         info = self._call("GET", "/info")
         if info.get("batch_size") == wanted and self._registered:
@@ -239,7 +234,6 @@ class RunApi:
         return self._call("GET", "/info")
 
     def _drop_groups(self) -> None:
-        """Make a run-api without a trainer drop its groups."""
         # The run's token goes only to auth middleware that refused (403): upstream run-api needs
         # none, and must not see it.
         for token in ("", os.environ.get(ENV_TOKEN, "")):
@@ -265,7 +259,6 @@ class RunApi:
             )
 
     def _print_refused(self, size: Any, wanted: int) -> None:
-        """Print why the registration fails, at most every `COMPLAIN_AFTER_S`."""
         now = time.monotonic()
         if now - self._complained_at < COMPLAIN_AFTER_S:
             return
@@ -313,7 +306,6 @@ class RunApi:
         json: dict[str, Any] | None = None,
         headers: dict[str, str] | None = None,
     ) -> dict[str, Any]:
-        """Return an answer, with the batch's name, after retries for `timeout_s`."""
         began = time.monotonic()
         printed_at = 0.0
         # Giving up on a batch request early can lose the batch, so it gets the long timeout.
@@ -359,7 +351,6 @@ class RunApi:
             self._pause(0.25)
 
     def _get_once(self, path: str) -> dict[str, Any]:
-        """Return one answer without retries; empty after an error."""
         try:
             answer = self._http.get(path).json()
         except (httpx.HTTPError, ValueError, RecursionError):
@@ -367,7 +358,6 @@ class RunApi:
         return answer if isinstance(answer, dict) else {}
 
     def _silent_environments(self) -> str:
-        """Describe which registered environments have sent nothing."""
         envs = self._get_once("/envs").get("envs")
         if not isinstance(envs, list):  # upstream run-api has no /envs
             running = "check that an environment is running and registered here"
@@ -379,7 +369,6 @@ class RunApi:
         return f"nothing since the last batch from {', '.join(names)}, which is registered there"
 
     def _why_empty(self) -> str:
-        """Describe why run-api returns no batch."""
         queue = int(self._get_once("/status").get("queue_size") or 0)
         if not queue:
             return f"run-api's queue is empty: {self._silent_environments()}"

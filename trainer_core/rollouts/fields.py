@@ -183,7 +183,6 @@ def _lists_only(where: str, of: str, columns: dict[str, list[Any]]) -> None:
 
 
 def _numbers(spot: str, name: str, values: list[Any], *, whole: bool = False) -> NDArray[Any]:
-    """Convert to int64 if `whole`, else to float64, NaN and infinities included."""
     with suppress(OverflowError):
         # `type`, because a bool is an instance of int.
         if set(map(type, values)) <= ({int} if whole else {int, float}):

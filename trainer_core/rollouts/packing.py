@@ -115,7 +115,6 @@ def _cuts(lengths: Sequence[int], room: int) -> list[int]:
 
 
 def _equal_room(lengths: Sequence[int], max_tokens: int, threads: int) -> int:
-    """Smallest row size that gives the fewest rows that fill all threads."""
     fewest = len(_cuts(lengths, max_tokens)) - 1
     rows = threads * -(-fewest // threads)
 

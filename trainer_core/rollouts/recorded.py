@@ -119,7 +119,6 @@ class RecordedRollouts:
             self._next = position["batch"]
 
     def _first(self, step: int) -> int:
-        """Index of the first batch after `step` optimizer steps."""
         before = self._places[0].step - 1  # steps done before the recording began
         after = step if step >= before else before + step
         return bisect_left([place.step for place in self._places], after + 1)
@@ -170,7 +169,6 @@ class RecordedLags(LagMeter):
 
 
 def _places(file: BinaryIO, path: Path, batch_size: int) -> list[_Place]:
-    """Places of all batches, in the order of training."""
     places: list[_Place] = []
     groups: list[int] = []
     held = offset = 0

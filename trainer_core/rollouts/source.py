@@ -95,7 +95,6 @@ class LagMeter:
         return derived
 
     def _ask(self, digests: list[str]) -> list[tuple[int, int] | None]:
-        """Return the oldest and newest version of each completion."""
         known: list[tuple[int, int] | None] = [None] * len(digests)
         parts = [digests[at : at + MOST_DIGESTS] for at in range(0, len(digests), MOST_DIGESTS)]
         for ask in list(self._servers):
@@ -282,7 +281,6 @@ class BatchSource:
                 )
 
     def _lag_bounds(self, batch: Batch) -> dict[str, int]:
-        """Return the setting, else what the environment's own bound allows."""
         if (most := self.config.max_policy_lag) is not None:
             return dict.fromkeys(batch.groups_by_env, most)
         ahead = ((env, batches) for env, batches in batch.ahead.items() if batches is not None)

@@ -293,7 +293,6 @@ def _capacity_share(pairs: Sequence[tuple[BridgeInfo, BridgeInfo]], seconds: flo
 
 
 def _error_text(response: httpx.Response) -> str:
-    """Return our servers' `error` field, or the start of another program's answer."""
     try:
         # `error` is a string in our servers and an object in vLLM's own errors.
         error = response.json()["error"]

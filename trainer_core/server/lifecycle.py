@@ -167,7 +167,6 @@ class Supervised:
         return [component for component in components if component.role is Role.ENGINE]
 
     def _submit(self, name: str, deadline: float) -> str:
-        """Submit the restart, once no other command on the engine runs; return its id."""
         request = CommandRequest(action="restart", component=name, initiator="trainer")
         while True:
             try:
@@ -191,7 +190,6 @@ class Supervised:
     def _request(
         self, method: str, path: str, kind: type[Answer], body: BaseModel | None = None
     ) -> Answer:
-        """Send a request; raise `_Refused`, or `EngineGone` without an answer."""
         content = body.model_dump_json() if body else None
         try:
             response = self._http.request(method, path, content=content)
@@ -381,7 +379,6 @@ class ServerChild:
         return f"the last lines of {self.log}:\n  " + "\n  ".join(lines)
 
     def _end(self) -> None:
-        """Stop the server, then kill its whole session."""
         process, self._process = self._process, None
         if process is None:
             return

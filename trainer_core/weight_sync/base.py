@@ -102,7 +102,6 @@ class WeightSync(ABC):
         return self.world
 
     def _spread(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Shard a loaded model over the ranks."""
         # Late imports: this module is read before torch is needed.
         from trainer_core.policy.load import train_only
         from trainer_core.policy.sharding import shard
@@ -156,7 +155,6 @@ class WeightSync(ABC):
     def _await_server(
         self, ready: Callable[[], T], meanwhile: tuple[type[Exception], ...] = (EngineGone,)
     ) -> T:
-        """Return the result of `ready`, as `wait_for_server` does."""
         timeout_s, coming = self.config.engine_timeout, self._coming
         return wait_for_server(ready, timeout_s, self.stop, meanwhile=meanwhile, coming=coming)
 
@@ -234,11 +232,8 @@ class SeparateWeights(WeightSync):
 
     @abstractmethod
     def _give(self, engine: ServerClient, info: BridgeInfo) -> None:
-        """Make `engine`, whose state is `info`, answer with the present weights.
-
-        Raises:
-            EngineGone: it does not answer; the caller retries.
-        """
+        """Make `engine`, whose state is `info`, answer with the present weights, or raise
+        `EngineGone`."""
 
     def check(self) -> None:
         """Give a restarted server the present weights; it answers no rollouts before.
@@ -294,11 +289,7 @@ class WrittenWeights(SeparateWeights):
         return self._folder / f"v{version}-{self._tag}"
 
     def _write_present(self, write: Callable[[Path], None], what: str, room: str) -> None:
-        """Let `write` fill the present version's folder; wait for disk space and retry.
-
-        Args:
-            what, room: for messages: what is written, and how to make space.
-        """
+        """Let `write` fill the present version's folder; wait for disk space and retry."""
         target = self._path(self.version)
         aside = target.with_name(f".{target.name}.writing")
         while True:

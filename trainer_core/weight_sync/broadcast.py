@@ -109,7 +109,6 @@ class Broadcast(SeparateWeights):
         return model
 
     def _collect(self, clock: Phases) -> None:
-        """Mark the weights of `version` as complete; nothing is gathered."""
         self._outgoing.refresh()
         if self._follower is not None:
             self._follower.wrote(self.version)
@@ -119,7 +118,6 @@ class Broadcast(SeparateWeights):
             self.world.share(self._settle)
 
     def _settle(self) -> None:
-        """Wait for the delivery in flight, report it, and raise its error."""
         delivery, self._delivery = self._delivery, None
         if delivery is not None:
             moved, seconds = delivery.result()
@@ -195,7 +193,6 @@ class Broadcast(SeparateWeights):
         self._begun = True
 
     def _deliver(self, clock: Phases) -> bool:
-        """Broadcast the update, leaving out servers that die meanwhile."""
         began = time.perf_counter()
         try:
             if self._group is None:
@@ -212,7 +209,6 @@ class Broadcast(SeparateWeights):
 
     @property
     def _limit_s(self) -> float:
-        """Timeout in seconds of a broadcast."""
         # With "wait" one server may first finish completions while all others wait.
         first = self.config.in_flight_timeout if self.config.in_flight == "wait" else 0.0
         return self.config.broadcast_timeout + first
@@ -221,7 +217,6 @@ class Broadcast(SeparateWeights):
         self._regroup()  # no server gets weights alone
 
     def _present(self, wait_s: float) -> Members:
-        """Return the state of all servers that answer."""
         # A hanging server delays this once: its request stays in flight.
         new = [engine for engine in self.engines if engine not in self._requests]
         self._requests |= {engine: Calls({engine.base_url: engine.meet}) for engine in new}
@@ -245,11 +240,7 @@ class Broadcast(SeparateWeights):
         return there
 
     def _regroup(self, *, everyone: bool = False) -> None:
-        """Form a new group of all servers that do not break it, and send the present weights.
-
-        Raises:
-            EngineGone: no server is left, or with `everyone` one is missing.
-        """
+        """Form a new group of all servers that do not break it, or raise `EngineGone`."""
         present = self._present(ABSENT_AFTER_S).items()
         there = {e: info for e, info in present if not self._backoff.active(info.instance_id)}
         for engine in there:
@@ -290,7 +281,6 @@ class Broadcast(SeparateWeights):
         return news
 
     def _leave_out(self, engine: ServerClient, why: str) -> None:
-        """Leave a server out; the first reason stays."""
         self.fed.discard(engine)
         engine.away = True
         if engine.base_url not in self.left_out:
@@ -303,12 +293,7 @@ class Broadcast(SeparateWeights):
         print(f"[WARNING] {url} is left out of the broadcast: {why}")
 
     def _form(self, infos: Members) -> None:
-        """Let everyone meet, then connect.
-
-        Raises:
-            GroupBroke: names the missing server and the phase.
-            UsageError: two ranks are on one GPU.
-        """
+        """Let everyone meet, then connect; raise `GroupBroke` with the phase."""
         # Workers wait longer than the trainer, because only the trainer can name the missing one.
         backend, timeout_s = self._backend(infos), self._limit_s + 2 * OTHER_ERRORS_S
         world_size = self.world.size + sum(info.workers for info in infos.values())
@@ -379,11 +364,6 @@ class Broadcast(SeparateWeights):
         return here
 
     def _send(self, members: Members) -> dict[str, TransferReport]:
-        """Broadcast the present weights; on return every server answers with them.
-
-        Raises:
-            GroupBroke: names the server without complete weights.
-        """
         request = TransferUpdate(
             weight_version=self.version,
             timeout_s=self._limit_s,
@@ -414,11 +394,6 @@ class Broadcast(SeparateWeights):
 
         Args:
             late: names the awaited servers at the timeout; `what` is the missing action.
-
-        Raises:
-            GroupBroke: names phase and cause.
-            EngineError: a server refused.
-            RankGone: another rank has ended.
         """
         began, timeout_s, warned, missing = time.monotonic(), self._limit_s, False, []
         try:
@@ -447,7 +422,6 @@ class Broadcast(SeparateWeights):
     def _cause(
         self, error: Exception, calls: Calls[T], phase: str, missing: Collection[str]
     ) -> GroupBroke | EngineError:
-        """Return the error to raise: a refusal, else a dead or silent server's."""
         failures = calls.failures()
         for failure in failures.values():
             if isinstance(failure, EngineError):
@@ -473,7 +447,7 @@ class Broadcast(SeparateWeights):
 
 
 class GroupBackoff:
-    """GroupBackoff for servers that broke a group; a new instance starts without one."""
+    """Backoff for servers that broke a group; a new instance starts without one."""
 
     def __init__(self) -> None:
         self._until: dict[str, tuple[float, float]] = {}

@@ -63,7 +63,6 @@ class LoraSwap(WrittenWeights):
         return True
 
     def _give_all(self) -> None:
-        """Bring the present adapter to every server; wait for servers that are away."""
         for engine in self.engines:
             try:
                 self._give(engine)
@@ -91,15 +90,14 @@ class LoraSwap(WrittenWeights):
         return super()._await_server(attempt, meanwhile)
 
     def _save(self) -> None:
-        """Save the adapter in the base model's dtype, in which the server computes."""
-
+        # The base model's dtype, in which the server computes.
         def write(folder: Path) -> None:
             write_adapter(self.model, folder, self._dtype)
 
         self._write_present(write, "the adapter", "Make room")
 
     def _forget(self) -> None:
-        """Remove adapters that no server can read again."""
+        # Also those of earlier attempts.
         newest = {self._path(self.version - age) for age in range(KEPT)}
         old = set(self._folder.glob("v*")) - newest
         try:
@@ -142,7 +140,6 @@ class LoraRestart(LoraSwap):
         return due
 
     def _restart(self, clock: Phases) -> None:
-        """Restart the server with the adapter; if it is not ours, let it load the adapter."""
         if not self.lifecycle.can_restart:
             with clock("load"):
                 self._give_all()

@@ -69,7 +69,6 @@ class Reload(WrittenWeights):
         return super().load(weights)
 
     def _collect(self, clock: Phases) -> None:
-        """Write each version of several ranks' weights."""
         # A restarted server may need any version, and then rank 0 is alone.
         if self.world.size > 1 and (self.version or not self._base):
             with clock("save"):
@@ -94,7 +93,6 @@ class Reload(WrittenWeights):
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _give_all(self) -> dict[str, float]:
-        """Bring the folder to every server; return seconds by phase."""
         restarts, self._loaded = 0.0, {}
         for engine in self.engines:
             began = time.perf_counter()
@@ -110,7 +108,6 @@ class Reload(WrittenWeights):
             self._offer(engine, info)
 
     def _offer(self, engine: ServerClient, info: BridgeInfo) -> None:
-        """Load in place where possible, else restart."""
         named = info.weight_version is not None
         if self._base and not info.weight_version and not info.dirty and info.started_from is None:
             engine.resume(self.version)  # it starts with the base model
@@ -126,12 +123,8 @@ class Reload(WrittenWeights):
             self._loaded[name] = self._loaded.get(name, 0.0) + seconds
 
     def _restart(self, engine: ServerClient, path: Path, reason: str) -> None:
-        """Start a new server with the weights in `path`.
-
-        Raises:
-            EngineGone: always, because the new server is another instance.
-            UsageError: the server cannot be restarted from here.
-        """
+        """Start a new server with the weights in `path`, and raise `EngineGone`: it is another
+        instance."""
         if self.lifecycle is None or not self.lifecycle.can_restart:
             fix = "let the trainer start its own server, or run all with atropos-tui"
             if len(self.engines) > 1:
@@ -155,7 +148,6 @@ class Reload(WrittenWeights):
         )
 
     def _present(self) -> Path:
-        """Return the folder of the present weights; write it if necessary."""
         path = self._path(self.version)
         if not path.is_dir():
             self._save()
@@ -165,7 +157,6 @@ class Reload(WrittenWeights):
         self._write(weights(self.model))
 
     def _write(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Write the present weights in the checkpoint's layout."""
         # Twice the weights: the folder that servers have stays until they have the new one.
         size = 2 * sum(param.nbytes for param in self.model.parameters())
 
@@ -175,7 +166,6 @@ class Reload(WrittenWeights):
         self._write_present(write, "the weights", f"Free {size / 1e9:.1f} GB")
 
     def _forget(self) -> None:
-        """Remove all weights but the present ones and those that servers have."""
         # Also half-written ones, and those of earlier attempts.
         for path in self._folder.iterdir():
             if path not in (self._path(self.version), self._given):

@@ -1,8 +1,4 @@
-"""Orders from the trainer's rank 0 to the other ranks during a broadcast: join, send, leave.
-
-Only rank 0 talks to servers. A thread of each other rank takes orders over a socket in a private
-folder, or on several nodes over a port with a secret.
-"""
+"""Orders from the trainer's rank 0, which talks to servers, to the other ranks of a broadcast."""
 
 from __future__ import annotations
 
@@ -184,7 +180,6 @@ class RankListener:
             self._refuse(next(iter(self._waiting)))
 
     def _rank_of(self, connection: socket.socket) -> int | None:
-        """Return a connection's rank; None if it is incomplete or foreign."""
         since, message = self._waiting[connection]
         try:
             more = connection.recv(FIRST_MESSAGE - len(message))
@@ -249,7 +244,6 @@ class Follower:
                 self._channel.flush()
 
     def _carry_out(self, order: Order) -> str:
-        """Carry out an order; return why it failed, or an empty string."""
         try:
             if order.do == "send":
                 self._send(order.version)
@@ -299,7 +293,8 @@ class Follower:
 
 def _listen() -> tuple[Meeting, socket.socket]:
     secret = secrets.token_hex(SECRET_BYTES)
-    # Several nodes have no common private folder, so their ranks prove themselves by the secret.
+    # On one node a socket in a private folder; several nodes have none in common, so their ranks
+    # come to a port and prove themselves by the secret.
     if on_several_nodes():
         address = node_address()
         family = socket.getaddrinfo(address, None)[0][0]
@@ -323,7 +318,7 @@ def _connect(meeting: Meeting) -> socket.socket:
 
 
 def _at(folder: Path, bind_or_connect: Callable[[str], None]) -> None:
-    """Bind or connect the socket in `folder`, whose path may be too long for an address."""
+    # The folder's path may be longer than a socket address.
     descriptor = os.open(folder, os.O_PATH)
     try:
         bind_or_connect(f"/proc/self/fd/{descriptor}/orders")

@@ -1,8 +1,4 @@
-"""The trainer's end of a broadcast: where the group meets, and the bytes that each rank sends.
-
-A single rank keeps its parameters in one piece of memory, so most are sent as they are. In a
-sharded trainer each rank copies its own rows into a chunk's buffer while the previous one is sent.
-"""
+"""The trainer's end of a broadcast: where the group meets, and the bytes that each rank sends."""
 
 from __future__ import annotations
 
@@ -73,6 +69,7 @@ class Outgoing(Protocol):
 class OnePiece:
     """The whole model, in the memory in which it is trained."""
 
+    # Most parameters are sent as they lie there; the others are copied at each publish.
     def __init__(self, model: torch.nn.Module) -> None:
         self._stream, self.tensors, self._copied = into_one_piece(model)
         self.chunks = chunks(self.tensors, CHUNK_BYTES)
@@ -114,7 +111,8 @@ class Shards:
 
     @torch.no_grad()
     def fill(self, chunk: Chunk, slot: int) -> torch.Tensor:
-        # The copies cast; other ranks' bytes arrive in the same buffer.
+        # Filled while the previous chunk is sent, so no rank holds more of the model. The copies
+        # cast; other ranks' bytes arrive in the same buffer.
         buffer = self._buffers[slot][: chunk.nbytes]
         for placed in chunk.tensors:
             own_bytes = buffer[placed.start - chunk.start :][: placed.tensor.nbytes]
@@ -205,7 +203,6 @@ def _bounds(name: str, param: torch.Tensor, size: int) -> list[int]:
 
 
 def _cut(name: str, spot: Spot, bounds: list[int]) -> Iterator[TensorPart]:
-    """Parts of `spot` by rank, in order."""
     shape, stride = spot.shape, spot.stride
     # A contiguous tensor may be cut anywhere, another one only between its rows.
     if stride == contiguous(shape):
@@ -230,7 +227,6 @@ def _cut(name: str, spot: Spot, bounds: list[int]) -> Iterator[TensorPart]:
 
 
 def _rank_of(first: int, last: int, bounds: list[int]) -> int | None:
-    """Return the rank with elements `first` to `last`; None if several have them."""
     spans = enumerate(pairwise(bounds))
     return next((rank for rank, (begin, end) in spans if begin <= first and last < end), None)
 
@@ -336,7 +332,6 @@ class GlooGroup:
         return next(self._sending, self._sending) is self._sending
 
     def _send(self, what: Outgoing) -> Iterator[None]:
-        """Yield while there is something to wait for."""
         for index, chunk in enumerate(what.chunks):
             slot = index % SLOTS
             yield from self._over(slot)

@@ -103,7 +103,6 @@ class SingleCopy(WeightSync):
         return model
 
     def _meet(self) -> tuple[Manifest, BridgeInfo]:
-        """Return the server's manifest and state once it answers."""
         manifest = self._await_server(self.usable_manifest, (ManifestError, EngineGone))
         self.engines = [ServerClient(manifest.base_url, _token(self.path))]
         info = self.engine.meet()
@@ -117,7 +116,6 @@ class SingleCopy(WeightSync):
         return manifest, info
 
     def _publish(self, version: int, write: Callable[[], None], clock: Phases) -> bool:
-        """Pause, write in place, synchronise the device, resume as `version`."""
         wait_s, in_flight = self.config.in_flight_timeout, self.config.in_flight
         with clock("pause"):
             self._pause(dirty=True, lease_s=LEASE_S, in_flight=in_flight, wait_s=wait_s)
@@ -133,7 +131,6 @@ class SingleCopy(WeightSync):
         self.world.share(lambda: self.engine.pause(**how))
 
     def _settle(self, model: torch.nn.Module) -> None:
-        """Wait until every rank has written and the devices are done."""
         # Copies of a weight on several ranks must be equal before the server computes with them.
         if (parallel := parallel_of(model)) is not None:
             parallel.settle()
@@ -230,7 +227,6 @@ class SingleCopy(WeightSync):
         return model
 
     def _shards(self, manifest: Manifest) -> dict[int, Shard]:
-        """Return shards by rank, on a GPU those of the worker on the same device."""
         places = {shard.gpu: shard for shard in manifest.ranks.values()}
         if self.device.type != "cuda" or None in places:
             return manifest.ranks
@@ -241,10 +237,10 @@ class SingleCopy(WeightSync):
                 f"this trainer computes on GPU {own}, the server's weights are on {theirs}: "
                 "single copy needs the same ones (trainer.gpus = vllm.gpus)"
             )
+        # The worker on the rank's own GPU, whatever its number.
         return {rank: places[uuid] for rank, uuid in enumerate(self.world.gather(own))}
 
     def _place(self, model: torch.nn.Module, start: Start, *, clean: bool) -> None:
-        """Write the weights of `start` into the shared tensors, unless they are there."""
         if start.weights is None and clean:
             return
         source = start.weights or self.config.model_name
@@ -290,8 +286,8 @@ def _proof_value(model: torch.nn.Module) -> torch.Tensor:
 
 
 def _spoiled(model: torch.nn.Module) -> bool:
-    """Return True if a trainer died during the proof and left its change."""
-    # For weights that are this large anyway, the result is one unnecessary write.
+    # A trainer may have died during the proof and left its change. For weights that are this large
+    # anyway, the result is one unnecessary write.
     return bool(_proof_value(model).item() >= PROOF - 1)
 
 
@@ -308,9 +304,9 @@ def manifest_path(config: TrainingConfig) -> Path:
 
 
 def _token(manifest: Path) -> str:
-    """Return the environment's token, else that of a server started by hand."""
     if os.environ.get(ENV_TOKEN):
         return os.environ[ENV_TOKEN]
+    # A server started by hand writes its token beside its manifest.
     try:
         return (manifest.parent / "token").read_text().strip()
     except OSError:
@@ -318,7 +314,7 @@ def _token(manifest: Path) -> str:
 
 
 def _ended(process: psutil.Process) -> bool:
-    """Return True if the process has ended; a zombie has."""
+    # A zombie has ended, and only waits for its parent.
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -414,7 +410,6 @@ def _open_cuda(ipc: CudaIpc, device: torch.device) -> torch.UntypedStorage:
 
 
 def _view(storage: torch.UntypedStorage, entry: TensorEntry, name: str) -> torch.Tensor:
-    """Return the tensor of `entry`; raise ManifestError if it lies outside."""
     empty = torch.empty(0, dtype=_dtype(entry.dtype), device=storage.device)
     try:
         steps = zip(entry.shape, entry.stride, strict=True)
@@ -428,7 +423,6 @@ def _view(storage: torch.UntypedStorage, entry: TensorEntry, name: str) -> torch
 
 
 def _dtype(name: str) -> torch.dtype:
-    """Raise ManifestError if torch has no such dtype."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ManifestError(f"the manifest names a type {name}, which this torch does not have")
