@@ -386,7 +386,7 @@ def test_restarts_as_an_own_child(
         lifecycle._process.wait(10)
         with pytest.raises(EngineGone):
             engine.info()
-        trainer.sync._looked = 0.0
+        trainer.sync._checked = 0.0
         trainer.sync.check()
         again = engine.info()
         assert again.instance_id != second.instance_id and (again.weight_version, again.held) == (

@@ -283,7 +283,7 @@ def test_alone_the_trainer_owns_its_server(
         child.wait(10)
         with pytest.raises(EngineGone):
             engine.info()
-        trainer.sync._looked = 0.0
+        trainer.sync._checked = 0.0
         trainer.sync.check()
         again = engine.info()
         assert again.instance_id != second.instance_id

@@ -237,7 +237,7 @@ def test_a_restarted_server_gets_the_present_weights(make: Make, receivers: list
     sync.publish(1, lambda: step(model))
     receivers[1].die()
     receivers[1].restart()
-    sync._looked = 0.0
+    sync._checked = 0.0
     sync.check()
     assert [each.version for each in receivers] == [1, 1]
     assert_same_weights(receivers[1], model)
@@ -279,7 +279,7 @@ def test_a_server_lost_in_the_middle_is_named_and_waited_for(
     assert (receivers[0].version == 2 and receivers[1].version == 0) or receivers[1].version is None
 
     receivers[1].restart()
-    sync._looked = 0.0
+    sync._checked = 0.0
     sync.check()
     assert not sync.left_out
     for each in receivers:
@@ -307,7 +307,7 @@ def test_one_worker_of_several_costs_its_server_and_no_other(
     ), out
     assert_same_weights(receivers[1], model)
     receivers[0].restart()
-    sync._looked = 0.0
+    sync._checked = 0.0
     sync.check()
     assert not sync.left_out and receivers[0].version == 1
     assert_same_weights(receivers[0], model)

@@ -215,7 +215,7 @@ def test_an_empty_queue_is_explained_by_who_is_registered(side: Side) -> None:
 
 def test_batches_are_not_compressed_and_take_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch leaves run-api's queue before it is sent: who gives up early has lost it."""
-    monkeypatch.setattr("trainer_core.rollouts.client.ANSWER_S", 0.3)
+    monkeypatch.setattr("trainer_core.rollouts.client.REQUEST_TIMEOUT_S", 0.3)
     arrived = threading.Event()
 
     def answer(path: str, body: Any, token: Any) -> tuple[int, Any]:

@@ -249,7 +249,7 @@ def test_a_restarted_server_gets_the_present_weights_not_the_last_published(
         sync.publish(version, nudge(model))
     engine.restart()
     assert engine.held
-    sync._looked = 0.0
+    sync._checked = 0.0
     sync.check()
     assert (engine.version, engine.held, engine.life) == (4, False, 2)
     assert engine.holds(model)
@@ -320,7 +320,7 @@ def test_a_restart_begins_with_the_new_weights(make: Any, engine: LoadingEngine,
     # It crashes later: what it starts from is old by then.
     sync.publish(5, nudge(model))
     engine.restart()
-    sync._looked = 0.0
+    sync._checked = 0.0
     sync.check()
     assert engine.version == 5
     assert engine.holds(model)

@@ -38,13 +38,13 @@ from trainer_core.ranks.world import (
     SEEN_S,
     World,
     first_rank,
-    leave_word,
     meeting_place,
     node_address,
     on_every_rank,
     on_several_nodes,
     own_rank,
     rank_count,
+    record_end,
 )
 
 T = TypeVar("T")
@@ -345,7 +345,7 @@ class Ranks(World):
             # A missing folder means that the launcher has removed it at a normal end.
             if not ended or not self._folder.exists():
                 return ""
-            leave_word(self._folder, rank, "its process is gone")
+            record_end(self._folder, rank, "its process is gone")
             return f"rank {rank} has ended"
         return f"rank {rank} has ended: {reason}" if reason else ""
 

@@ -35,10 +35,10 @@ from trainer_core.ranks.world import (
     LAUNCHED,
     first_rank,
     keep_master,
-    leave_word,
     meet_nodes,
     meeting_place,
     read_code,
+    record_end,
 )
 
 # Long: a rank writes a checkpoint first, and the caller has a timeout of its own.
@@ -123,7 +123,7 @@ def _end(folder: Path, failures: Mapping[int, ProcessFailure]) -> int:
     if killed:
         rank, code = min(killed.items())
         how = f"was killed by {signal.Signals(-code).name}"
-        leave_word(folder, rank, how)
+        record_end(folder, rank, how)
         print(f"error: rank {rank} {how}", file=sys.stderr, flush=True)
         return 1
     if 0 in codes:  # rank 0 has printed its own error
@@ -132,7 +132,7 @@ def _end(folder: Path, failures: Mapping[int, ProcessFailure]) -> int:
     if codes and _rank_0_has_reported(folder, set(codes.values())):
         return min(codes.values())
     rank, code = min(codes.items(), default=(min(failures), GONE_CODE))
-    leave_word(folder, rank, f"exit code {code}")
+    record_end(folder, rank, f"exit code {code}")
     print(f"error: rank {rank} ended first, with exit code {code}", file=sys.stderr, flush=True)
     return 1
 

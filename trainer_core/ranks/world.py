@@ -271,8 +271,8 @@ def read_code(folder: Path) -> int:
         return 1
 
 
-def leave_word(folder: Path, rank: int, words: str) -> None:
+def record_end(folder: Path, rank: int, reason: str) -> None:
     """Record how a rank ended for ranks on other nodes; "": normally."""
     path = folder / f"left.{rank}"
     if not path.exists():
-        path.write_text(words)
+        path.write_text(reason)

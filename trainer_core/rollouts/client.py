@@ -27,7 +27,7 @@ STOP_CHECK_S = 0.2
 REGISTRATION_CHECK_S = 3.0
 """Seconds between registration checks without a batch."""
 COMPLAIN_AFTER_S = 30.0
-ANSWER_S = 30.0
+REQUEST_TIMEOUT_S = 30.0
 """Timeout in seconds of every request but `GET /batch`."""
 NO_TRAINER = -1
 """`batch_size` of a run-api without a trainer."""
@@ -113,7 +113,7 @@ class RunApi:
         self.timeout_s = timeout_s
         self._http = httpx.Client(
             base_url=self.url,
-            timeout=ANSWER_S,
+            timeout=REQUEST_TIMEOUT_S,
             limits=LIMITS,
             transport=transport,
             # A proxy of the environment must not get the run's traffic.
@@ -309,7 +309,7 @@ class RunApi:
         began = time.monotonic()
         printed_at = 0.0
         # Giving up on a batch request early can lose the batch, so it gets the long timeout.
-        patience = max(ANSWER_S, self.timeout_s) if path == "/batch" else ANSWER_S
+        patience = max(REQUEST_TIMEOUT_S, self.timeout_s) if path == "/batch" else REQUEST_TIMEOUT_S
         more: dict[str, Any] = {"json": json, "headers": headers, "timeout": patience}
         broken_off = (httpx.ReadError, httpx.ReadTimeout, httpx.RemoteProtocolError)
         while True:

@@ -44,7 +44,7 @@ from trainer_core.server.client import ServerClient
 POLL_S = 0.1
 STATUS_EVERY_S = 1.0
 """Seconds between status requests to the supervisor."""
-ANSWER_S = 30.0
+SUPERVISOR_TIMEOUT_S = 30.0
 """Timeout in seconds of the supervisor's answers."""
 GRACE_S = 20.0
 """Seconds from SIGTERM to SIGKILL."""
@@ -111,7 +111,10 @@ class Supervised:
         # The supervisor listens on a Unix socket, so the host name below is arbitrary.
         transport = httpx.HTTPTransport(uds=socket, limits=LIMITS, verify=certificates("http:"))
         self._http = httpx.Client(
-            base_url="http://supervisor", transport=transport, timeout=ANSWER_S, trust_env=False
+            base_url="http://supervisor",
+            transport=transport,
+            timeout=SUPERVISOR_TIMEOUT_S,
+            trust_env=False,
         )
 
     def ensure(self) -> None: ...
