@@ -117,7 +117,8 @@ class Supervised:
             trust_env=False,
         )
 
-    def ensure(self) -> None: ...
+    def ensure(self) -> None:
+        pass  # the supervisor starts the server, after a crash as well
 
     def coming(self) -> str | None:
         """Describe how the supervisor brings up an engine that receives weights, if it does."""

@@ -60,7 +60,8 @@ class Outgoing(Protocol):
     ready: torch.cuda.Event | None
     """Event after which the data is in place; None on a CPU."""
 
-    def refresh(self) -> None: ...
+    def refresh(self) -> None:
+        """Mark the parameters as changed."""
 
     def fill(self, chunk: Chunk, slot: int) -> torch.Tensor:
         """Fill and return the chunk's buffer, uint8; the next chunk in `slot` may reuse it."""
