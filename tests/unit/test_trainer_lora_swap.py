@@ -320,9 +320,6 @@ class Restarts:
     def ensure(self) -> None:
         self.asked.append("ensure")
 
-    def prepare(self) -> None:
-        self.asked.append("prepare")
-
     def restart(self, reason: str) -> None:
         self.asked.append(reason)
         if self.fails:
@@ -342,8 +339,7 @@ def test_a_restart_every_few_steps(
     fails: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The server gets an adapter at the restarts only, each is prepared for, and training is the
-    same."""
+    """The server gets an adapter at the restarts only, and training is the same."""
     engine = AdapterEngine(tmp_path, base)
     lifecycle = Restarts(engine, fails=fails)
     monkeypatch.setattr(lora, "make_lifecycle", lambda *_, **__: lifecycle)
@@ -365,4 +361,4 @@ def test_a_restart_every_few_steps(
     ]
     asked = [each for each in lifecycle.asked if each != "ensure"]
     restart = "adapter of version {}".format
-    assert asked == ["prepare", restart(2), "prepare", "prepare", restart(4), "prepare", "close"]
+    assert asked == [restart(2), restart(4), "close"]
