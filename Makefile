@@ -10,8 +10,8 @@ STAMP := $(VENV)/.installed-$(EXTRA)
 PIP := $(BIN)/pip install --quiet --no-deps --no-compile
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
-MODEL_TESTS := tests/supervisor/test_ranks.py \
-  $(addprefix tests/unit/test_,api_shares.py bench_checks.py broadcast_*.py envs_*.py model_*.py stack_*.py strided.py trainer_*.py vllm_server_*.py)
+MODEL_TESTS := tests/benchmarks $(addprefix tests/atropos_common/,broadcast models protocol) tests/atropos_envs \
+  $(addprefix tests/atropos_tui/profile/,budget checks) tests/trainer_core tests/vllm_server
 
 # The tests start thousands of processes; where this is set, each would compile the product anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -59,7 +59,7 @@ test: install  ## unit, supervisor, screen and end-to-end tests
 	$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target test-waiting test-computing MARKS='$(MARKS)'
 
 test-waiting:
-	ATROPOS_TESTS_WITHOUT=torch $(PYTEST) $(MARKS) --numprocesses 3 --ignore tests/e2e --ignore tests/gpu --ignore tests/cluster $(addprefix --ignore-glob=,$(MODEL_TESTS))
+	ATROPOS_TESTS_WITHOUT=torch $(PYTEST) $(MARKS) --numprocesses 3 $(addprefix --ignore=,$(MODEL_TESTS) tests/e2e tests/gpu tests/cluster)
 
 test-computing:
 	nice -n 5 $(PYTEST) $(MARKS) --numprocesses 2 $(MODEL_TESTS) tests/e2e
@@ -109,7 +109,7 @@ dist: install $(TOOLS)/.installed  ## build wheel and source archive into dist/,
 	$(TOOLS)/bin/twine check --strict dist/*
 	$(PYTHON) -m venv $(VENV)-empty
 	$(VENV)-empty/bin/pip install --quiet "$$(ls dist/*.whl)[report,mcp]"
-	ATROPOS_EMPTY_PYTHON="$(CURDIR)/$(VENV)-empty/bin/python" $(PYTEST) -m slow -n0 tests/unit/test_wheel.py
+	ATROPOS_EMPTY_PYTHON="$(CURDIR)/$(VENV)-empty/bin/python" $(PYTEST) -m slow -n0 tests/project/test_wheel.py
 
 COMPILE := uv pip compile --universal --python-version 3.11 --no-annotate --no-header
 requirements:  ## resolve requirements/*.in into the pinned *.txt (needs uv)

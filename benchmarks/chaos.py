@@ -7,7 +7,7 @@ lost or untrue?
     often as the others
     python -m benchmarks.chaos --table FILE ...         # of what several of them recorded
 
-A fault (`benchmarks/faults.py`) comes at a random moment of a step, one in five with a second one
+A fault (`benchmarks/runs/faults.py`) comes at a random moment of a step, one in five with a second one
 on top. After it every component has to be healthy again and the next optimizer step has to come
 within `RECOVERY_S`, or the run ends with the exit code that belongs to the fault, and goes on when
 it is resumed. Then what `ps --json` shows is held against /proc, and each stream is read. After
@@ -41,7 +41,9 @@ from typing import Any
 
 from atropos_common.system.run_dir import RunDir
 from benchmarks.demo import prepare
-from benchmarks.faults import (
+from benchmarks.restarts import MODES
+from benchmarks.runs.demo_stack import NotRecovered, Stack, lost_steps
+from benchmarks.runs.faults import (
     CLOCK,
     COUNTER,
     COUNTING,
@@ -52,10 +54,8 @@ from benchmarks.faults import (
     signalled,
     with_clock,
 )
-from benchmarks.restarts import MODES
-from benchmarks.stack import NotRecovered, Stack, lost_steps
 from benchmarks.ui import Screen
-from tests.supervisor.harness import alive, check_log, check_records
+from tests.support.harness import alive, check_log, check_records
 
 FAULTS_A_RUN = 10
 STEPS_BEFORE = 2

@@ -31,8 +31,8 @@ from atropos_common.protocol.records import parse_line
 from atropos_common.system.run_dir import ENV_RUN_ID, RunDir
 from atropos_tui.profile.sections import load_profile
 from atropos_tui.profile.site import make_site
-from benchmarks.children import free_ports, up
-from benchmarks.sync_report import SIGNS
+from benchmarks.support.children import free_ports, up
+from benchmarks.weights.sync_report import SIGNS
 
 SAMPLE_S = 2.0
 LIMITS: dict[str, tuple[str, float]] = {

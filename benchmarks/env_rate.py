@@ -33,10 +33,10 @@ import aiohttp
 
 from atropos_common.net.http import AFTER_HEADER, BATCH_HEADER
 from atropos_common.protocol.group_reasons import FLAT
-from benchmarks.chat_model import SPECIAL, TEMPLATE
-from benchmarks.checks import Checks
-from benchmarks.children import Process, free_ports
-from benchmarks.shapes import byte_level
+from benchmarks.support.chat_model import SPECIAL, TEMPLATE
+from benchmarks.support.checks import Checks
+from benchmarks.support.children import Process, free_ports
+from benchmarks.support.shapes import byte_level
 
 ROOT = Path(__file__).resolve().parent.parent
 WORSE, BETTER = "no number", "77"

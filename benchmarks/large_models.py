@@ -48,8 +48,8 @@ import httpx
 
 from atropos_common.protocol.bridge import ROUTING_FLAG, TOKEN_HEADER
 from atropos_common.protocol.records import Record, RecordError, parse_line
-from benchmarks.checks import Checks
-from benchmarks.children import (
+from benchmarks.support.checks import Checks
+from benchmarks.support.children import (
     MODE_SERVERS,
     TOKEN,
     ChildError,
@@ -58,7 +58,7 @@ from benchmarks.children import (
     environment,
     free_ports,
 )
-from benchmarks.shapes import SHAPES
+from benchmarks.support.shapes import SHAPES
 from trainer_core.errors import EngineError, EngineGone
 from trainer_core.server.client import ServerClient
 
@@ -242,7 +242,7 @@ class Run:
         if not (self.model / "config.json").is_file():
             place = "cpu" if self.cpu else "cuda"
             builder = self.start(
-                "build", ["benchmarks.shapes", self.options.shape, str(self.model), place]
+                "build", ["benchmarks.support.shapes", self.options.shape, str(self.model), place]
             )
             if builder.popen.wait(max(self.left(), 1)):
                 raise ChildError(builder.tail())

@@ -39,8 +39,8 @@ import torch
 from atropos_common.models.engine_release import installed, why_not_served
 from atropos_common.models.model_math import Dimensions, carries_state, why_refused
 from atropos_common.system.run_dir import ENV_TOKEN
-from benchmarks.checks import Checks
-from benchmarks.children import (
+from benchmarks.support.checks import Checks
+from benchmarks.support.children import (
     MODE_SERVERS,
     TOKEN,
     Child,
@@ -49,8 +49,8 @@ from benchmarks.children import (
     environment,
     free_ports,
 )
-from benchmarks.model_zoo import QUANTIZED, ZOO, save
-from benchmarks.nursery import VLLM, Forked
+from benchmarks.support.model_zoo import QUANTIZED, ZOO, save
+from benchmarks.support.nursery import VLLM, Forked
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import TrainerError
 from trainer_core.objective.registry import Objective
@@ -420,7 +420,7 @@ def measure_all(options: argparse.Namespace, checks: Checks) -> None:
         nursery = None
         if options.device == "cpu":
             folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="models-")))
-            command = ["-m", "benchmarks.nursery", VLLM]
+            command = ["-m", "benchmarks.support.nursery", VLLM]
             nursery = Child(folder / "nursery", command, environment(folder, None, {}))
             opened.callback(nursery.close)
             nursery.wait(300)

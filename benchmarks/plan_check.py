@@ -28,7 +28,7 @@ from atropos_tui.profile.budget.memory import Budget, make_budget
 from atropos_tui.profile.budget.models import Model, build, model_shapes
 from atropos_tui.profile.sections import parse_profile
 from atropos_tui.profile.site import make_site, training_config
-from benchmarks.shapes import SHAPES
+from benchmarks.support.shapes import SHAPES
 
 GIB = 1 << 30
 BOUND = 0.1
@@ -59,7 +59,7 @@ NAMES = {
 
 
 def model_of(record: dict[str, Any]) -> Model:
-    """The model of a record: a shape of `benchmarks.shapes`, or a folder."""
+    """The model of a record: a shape of `benchmarks.support.shapes`, or a folder."""
     config = record.get("config") or SHAPES[record["shape"]]
     if isinstance(config, str):
         config = json.loads((Path(config) / "config.json").read_text())

@@ -10,7 +10,7 @@ weights; on GPUs the ranks have the first ones and the engines those after (two 
 of two: four GPUs), on a CPU all is gloo. Each publish changes every weight. In the end the ranks'
 weights are gathered and written into a folder, each engine loads that with vLLM's own loader, and
 has to give the same logprobs as after the last broadcast, to the last digit. What the link itself
-gives: `python -m benchmarks.link`.
+gives: `python -m benchmarks.weights.link`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.children import Child, ChildError, Server, answer, environment, free_ports
-from benchmarks.shapes import SHAPES, save_model
+from benchmarks.support.children import Child, ChildError, Server, answer, environment, free_ports
+from benchmarks.support.shapes import SHAPES, save_model
 
 START_S = 600.0
 STEP_S = 300.0

@@ -35,8 +35,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.checks import Checks
-from benchmarks.stack import NotRecovered, Stack, lost_steps
+from benchmarks.runs.demo_stack import NotRecovered, Stack, lost_steps
+from benchmarks.support.checks import Checks
 from tests.e2e.streams import Streams
 
 MODES = ("shared_vllm", "broadcast", "lora_only", "lora_restart", "none")

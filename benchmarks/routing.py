@@ -31,9 +31,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.checks import Checks
-from benchmarks.children import TAIL, TOKEN, ChildError, Server, environment, free_ports
-from benchmarks.shapes import SHAPES
+from benchmarks.support.checks import Checks
+from benchmarks.support.children import TAIL, TOKEN, ChildError, Server, environment, free_ports
+from benchmarks.support.shapes import SHAPES
 from trainer_core.policy.load import load_model
 from trainer_core.policy.logprobs import row_scores
 from trainer_core.policy.routing import own_experts, replay_in
@@ -68,7 +68,7 @@ def build(shape: str, folder: Path, gpu: bool) -> None:
     command = [
         sys.executable,
         "-m",
-        "benchmarks.shapes",
+        "benchmarks.support.shapes",
         shape,
         str(folder),
         "cuda" if gpu else "cpu",

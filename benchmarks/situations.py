@@ -48,8 +48,8 @@ from atropos_tui.monitor.verdict import Verdict, verdict
 from atropos_tui.profile.load import find_profile
 from atropos_tui.profile.spec import LogCheck, Probe, Probes, RestartPolicy
 from atropos_tui.supervisor.client import ControlClient
-from benchmarks.children import up
 from benchmarks.supervisor import child, supervised
+from benchmarks.support.children import up
 
 PATIENCE_S = 60.0
 RIGHT_S, GONE_S = 15.0, 30.0
@@ -165,7 +165,7 @@ class Stack:
         self.folder, self.root = folder, folder / "run"
         self._switch = folder / "plant"
         planted = {
-            "env.module": "benchmarks.planted_env",
+            "env.module": "benchmarks.runs.planted_env",
             "env.cwd": Path(__file__).parents[1],
             "env.env.PLANT": self._switch,
         }
@@ -402,7 +402,7 @@ def lag() -> Iterator[Row]:
 
 ENVIRONMENT = """[[env]]
 name = "{name}"
-module = "benchmarks.planted_env"
+module = "benchmarks.runs.planted_env"
 cwd = "{cwd}"
 weight = {weight}
 env = {{ PLANT = "{plant}" }}

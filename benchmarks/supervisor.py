@@ -30,7 +30,7 @@ from atropos_common.protocol.records import StateRecord, parse_line
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.profile.spec import ComponentSpec, LogPolicy, RestartPolicy, StackSpec
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor
-from benchmarks.checks import Checks
+from benchmarks.support.checks import Checks
 
 CHILDREN = 4
 CRASHES = 20

@@ -33,8 +33,8 @@ import numpy as np
 import torch
 
 from atropos_common.models.model_math import Dimensions, step_flops
-from benchmarks.checks import Checks
-from benchmarks.shapes import SHAPES, build, model_config
+from benchmarks.support.checks import Checks
+from benchmarks.support.shapes import SHAPES, build, model_config
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
 from trainer_core.optimization.optimizers import Stepper, for_device

@@ -37,7 +37,7 @@ from atropos_common.protocol.control import Role
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.profile.spec import LogPolicy
 from benchmarks.supervisor import SLEEP, child, supervised
-from tests.ui.run_maker import make_run, step_records, write_records
+from tests.support.run_maker import make_run, step_records, write_records
 
 LINES_PER_S = 200_000
 RECORDS_PER_S = 20.0

@@ -40,9 +40,9 @@ from atropos_common.protocol.records import (
 )
 from atropos_common.protocol.stages import ATTACHED, REGISTERED
 from atropos_common.system.run_dir import RunDir
-from benchmarks.chat_model import CONTEXT, make_chat_model
-from benchmarks.children import free_ports, up
-from benchmarks.upstream_files import OFFLINE, Candidate, find, flags, screen, why
+from benchmarks.support.chat_model import CONTEXT, make_chat_model
+from benchmarks.support.children import free_ports, up
+from benchmarks.support.upstream_files import OFFLINE, Candidate, find, flags, screen, why
 
 STEPS = 3
 GROUP = 4

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from atropos_common.models.engine_release import installed
-from benchmarks.children import (
+from benchmarks.support.children import (
     MODE_SERVERS,
     Child,
     ChildError,
@@ -36,8 +36,8 @@ from benchmarks.children import (
     environment,
     free_ports,
 )
-from benchmarks.shapes import SHAPES, save_model
-from benchmarks.sync_report import checked, show
+from benchmarks.support.shapes import SHAPES, save_model
+from benchmarks.weights.sync_report import checked, show
 
 MODES = ("shared_vllm", "lora_only", "none", "lora_restart", "broadcast")
 FP32_HEAD = ["--hf-overrides", '{"head_dtype": "float32"}']
@@ -146,17 +146,19 @@ class Bench:
             self.trainers["lora_restart"].tell(["attach", *self.cache_flags()])
         if not self.options.no_decode:
             env = environment(self.folder / ENGINE, self.gpu_of(ENGINE), {})
-            command = ["-m", "benchmarks.load", "engine", *self.flags()]
+            command = ["-m", "benchmarks.weights.load", "engine", *self.flags()]
             self.loads[ENGINE] = Child(self.folder / ENGINE, command, env)
             env = environment(self.folder / "http", None, {})
-            self.loads["http"] = Child(self.folder / "http", ["-m", "benchmarks.load", "http"], env)
+            self.loads["http"] = Child(
+                self.folder / "http", ["-m", "benchmarks.weights.load", "http"], env
+            )
 
     def trainer(self, mode: str, port: int) -> Child:
         folder = self.folder / f"trainer-{mode}"
         every = self.options.steps // 2 if mode in ("none", "lora_restart") else 1
         command = [
             "-m",
-            "benchmarks.sync_trainer",
+            "benchmarks.weights.sync_trainer",
             str(self.model),
             self.options.shape,
             mode,

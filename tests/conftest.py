@@ -21,6 +21,13 @@ import pytest
 from atropos_common.system.files import scratch_below
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--launcher-prefix",
+        help="run tests of `launchers` below this command (srun ..., ssh ...) only",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """A worker has its folder in that of the process that started it."""
     worker = getattr(config, "workerinput", None)
@@ -40,7 +47,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     a heavy import."""
     if (heavy := os.environ.get("ATROPOS_TESTS_WITHOUT")) and heavy in sys.modules:
         raise pytest.UsageError(
-            f"a test file imports {heavy}: it belongs to MODEL_TESTS in the Makefile"
+            f"a test file imports {heavy}: it belongs in a folder of MODEL_TESTS in the Makefile"
         )
     # what was imported and collected stays to the end, and is not looked through for garbage any
     # more

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from atropos_tui.monitor.format import number
 from tests.e2e.live_stack import LiveStack, free_ports
-from tests.ui.terminal import Terminal
+from tests.support.terminal import Terminal
 
 SEEN_S = 2.0
 """In this time the screen shows what has happened."""

@@ -28,8 +28,8 @@ from atropos_common.net.http import certificates
 from atropos_common.protocol.bridge import TOKEN_HEADER, completion_digest
 from atropos_common.protocol.manifest import Manifest, read_manifest
 from atropos_common.system.run_dir import ENV_HELD_PORT
-from benchmarks.nursery import ForkedProcess, forked_server
-from tests.nursery import SERVER, START_S, nursery
+from benchmarks.support.nursery import ForkedProcess, forked_server
+from tests.support.nursery import SERVER, START_S, nursery
 from vllm_server.config import ENV_SHM_NAME
 
 TOKEN = "e2e-token-0123456789"

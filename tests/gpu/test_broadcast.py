@@ -22,11 +22,11 @@ import torch
 
 from atropos_envs.tiny_model import make_tiny_model
 from tests.e2e import vllm_server_live
+from tests.e2e.engine.test_broadcast import config
+from tests.e2e.engine.test_lora import PROMPT, STEPS
+from tests.e2e.engine.test_none import UPDATES, Whole
 from tests.e2e.live_stack import LiveStack
 from tests.e2e.streams import Streams
-from tests.e2e.test_broadcast import config
-from tests.e2e.test_lora import PROMPT, STEPS
-from tests.e2e.test_none import UPDATES, Whole
 from tests.e2e.vllm_server_live import TOKEN, Server, end_of, start_server
 from tests.gpu.big_model import make_qwen3_1_7b
 from tests.gpu.test_reload_parallel import BF16, mean_gap

@@ -20,7 +20,7 @@ from tests.e2e.gate import Live, alignments, shift, stopped_for, train_on, train
 from tests.e2e.streams import Streams
 from tests.e2e.vllm_server_live import Server, end_of
 from tests.gpu.test_weight_sync import begin, until_ready
-from tests.unit.trainer_stand_ins import TOKEN
+from tests.trainer_core.stand_ins import TOKEN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
 HERE: dict[str, Any] = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from tests.unit.trainer_rollouts import rollouts_of
+from tests.support.made_rollouts import rollouts_of
 from trainer_core.policy.attention import kernels, register
 from trainer_core.policy.kernel_choice import use_attention, wrong_kernels
 from trainer_core.policy.logprobs import _add_product, row_logprobs

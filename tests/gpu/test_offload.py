@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from tests.unit.trainer_rollouts import rollouts_of
+from tests.support.made_rollouts import rollouts_of
 from trainer_core.checkpoints.checkpoint import split_tensors
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective

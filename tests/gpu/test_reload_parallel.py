@@ -15,9 +15,9 @@ import torch
 
 from atropos_envs.tiny_model import make_tiny_model
 from tests.e2e import vllm_server_live
+from tests.e2e.engine.test_lora import PROMPT, STEPS
+from tests.e2e.engine.test_none import UPDATES, Whole, config
 from tests.e2e.streams import Streamed, Streams
-from tests.e2e.test_lora import PROMPT, STEPS
-from tests.e2e.test_none import UPDATES, Whole, config
 from tests.e2e.vllm_server_live import TOKEN, end_of, start_server
 from trainer_core.policy.logprobs import sequence_logprobs
 from trainer_core.weight_sync.none_reload import Reload

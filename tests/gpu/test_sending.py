@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from atropos_common.broadcast.group import unique_id
-from tests.unit.small_models import CONFIGS, build
+from tests.support.small_models import CONFIGS, build
 from trainer_core.weight_sync.sending import NcclGroup, OnePiece, Outgoing, Shards
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]

@@ -30,8 +30,8 @@ from atropos_common.protocol.records import parse_line
 from atropos_envs.tiny_model import make_tiny_model
 from tests.e2e.vllm_server_live import end_of, still_running
 from tests.gpu.test_weight_sync import begin, until_ready
-from tests.unit.test_trainer_gpu import Sampled
-from tests.unit.trainer_stand_ins import TOKEN
+from tests.trainer_core.policy.test_cuda import Sampled
+from tests.trainer_core.stand_ins import TOKEN
 from trainer_core.checkpoints import checkpoint
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineGone

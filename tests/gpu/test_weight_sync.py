@@ -26,8 +26,8 @@ from atropos_envs.tiny_model import make_tiny_model
 from tests.e2e.live_stack import free_ports
 from tests.e2e.streams import Streams
 from tests.e2e.vllm_server_live import Server, end_of
-from tests.unit.test_trainer_gpu import Sampled
-from tests.unit.trainer_stand_ins import TOKEN
+from tests.trainer_core.policy.test_cuda import Sampled
+from tests.trainer_core.stand_ins import TOKEN
 from trainer_core.config import TrainingConfig
 from trainer_core.loop import train
 

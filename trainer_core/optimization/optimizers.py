@@ -13,7 +13,7 @@ Every strategy shows float32 tensors to the optimizer, so all optimizers work wi
 Strategies without a copy on the device fill the masters part by part and store the rounded result
 in the gradients' memory, so a step needs little extra memory. With `gradient_dtype = bfloat16`
 gradients become float32 part by part. With `optimizer_offload` the state is in host memory between
-steps (`offload.py`). `benchmarks/optimizer_memory.py` measures all of this.
+steps (`offload.py`). `benchmarks/trainer/optimizer_memory.py` measures all of this.
 
 In float16 the loss is scaled by a power of two (`LossScale`), since small gradients would
 underflow.

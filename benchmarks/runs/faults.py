@@ -1,0 +1,361 @@
+"""What can happen to a run: each fault does its harm to a running stack, undoes it where it is not
+for good, and says whom it hit.
+
+Faults that need a network, a /dev/shm or a disk of the run's own are offered only inside of
+`isolated` namespaces, so that nobody else's programs are hit. A clock that jumps needs a C compiler
+(`clock.c`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.runs.demo_stack import NotRecovered, Stack, engine_processes
+
+ENV_ISOLATED = "CHAOS_ISOLATED"
+DISK_MB = 512
+"""Of the run's own disk, and of its own /dev/shm."""
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+"""Of <linux/sockios.h> and <net/if.h>."""
+MOUNT = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m,mode=0700", "none"]
+LONGEST_S = 20.0
+"""How long a process stands still, and a resource is used up, at most."""
+COUNTER = "counter"
+"""A component that writes numbered lines."""
+COUNTING = (
+    "import time\nn = 0\nwhile True:\n print(f'line {n:09d}', flush=True)\n n += 1\n "
+    "time.sleep(0.01)"
+)
+ENGINE = {"engine core": "core", "worker": "worker"}
+OWN_NAMES = {"vllm": "API server", "arithmetic": "environment", "api": "run-api"}
+
+
+def enter_isolation() -> bool:
+    """Start this program anew with mounts and a network of its own, where the system lets it;
+    whether it is so.
+
+    Inside, /dev/shm has `DISK_MB`, and all that the loopback carries is the run's.
+    """
+    if os.environ.get(ENV_ISOLATED):
+        subprocess.run([*MOUNT, "/dev/shm"], check=True)
+        loopback(up=True)
+        return True
+    unshare = ["unshare", "--mount", "--net", *(["--map-root-user"] if os.geteuid() else [])]
+    if subprocess.run([*unshare, *MOUNT, "/dev/shm"], capture_output=True, check=False).returncode:
+        print(
+            "no namespaces here: faults of disk, /dev/shm and network are left out", file=sys.stderr
+        )
+        return False
+    os.environ[ENV_ISOLATED] = "1"
+    return os.execvp("unshare", [*unshare, sys.executable, "-m", "benchmarks.chaos", *sys.argv[1:]])
+
+
+def loopback(*, up: bool) -> None:
+    """Of this network namespace: carry packets, or none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("16sh", b"lo", IFF_UP if up else 0)
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, request)
+
+
+@contextlib.contextmanager
+def own_disk(folder: Path) -> Iterator[None]:
+    """A file system of `DISK_MB` at `folder`."""
+    subprocess.run([*MOUNT, str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def with_clock(folder: Path) -> bool:
+    """Give the runs that begin from now on a wall clock that jumps (`clock.c`), if there is a C
+    compiler."""
+    compiler = shutil.which("cc")
+    if compiler:
+        library, told = folder / "clock.so", folder / "clock"
+        source = Path(__file__).with_name("clock.c")
+        subprocess.run(
+            [compiler, "-shared", "-fPIC", "-O1", str(source), "-o", str(library), "-ldl"],
+            check=True,
+        )
+        told.write_bytes(bytes(8))
+        os.environ |= {"LD_PRELOAD": str(library), "CHAOS_CLOCK": str(told)}
+    return compiler is not None
+
+
+def processes(stack: Stack) -> dict[str, psutil.Process]:
+    """The processes of the run by what they are for; those that nobody else names are left out."""
+    status = stack.status()
+    found: dict[str, int | None] = {"supervisor": status.supervisor_pid}
+    for component in status.components:
+        if component.state.has_process:
+            found[OWN_NAMES.get(component.name, component.name)] = component.pid
+    if server := found.get("API server"):
+        with contextlib.suppress(psutil.Error):
+            engine = engine_processes(server)
+            found |= {name: engine[kind].pid for name, kind in ENGINE.items() if kind in engine}
+    for process in psutil.process_iter(["pid", "ppid", "cmdline"]):
+        title = " ".join(process.info["cmdline"] or [])
+        if process.info["ppid"] == status.supervisor_pid and "launchers.guard" in title:
+            found["guard"] = process.pid
+        elif f"--run-dir {stack.live.root}" in title and "attach" in title:
+            found["screen"] = process.pid
+    return {
+        name: psutil.Process(pid) for name, pid in found.items() if pid and psutil.pid_exists(pid)
+    }
+
+
+Act = Callable[[Stack, random.Random], str]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`act` returns whom it hit. After one that `ends` the run it is resumed."""
+
+    name: str
+    act: Act
+    ends: tuple[int, ...] = ()
+    """Exit codes with which the run then has to end."""
+    isolated: bool = False
+    """Only where nobody else is hit."""
+
+
+def choose(stack: Stack, dice: random.Random, among: tuple[str, ...]) -> tuple[str, psutil.Process]:
+    """One of `among` that lives, waited for where none does (`lora_restart` is often without an
+    engine); the dice are thrown once, whoever it is.
+
+    Raises:
+        NotRecovered: none of them comes to life.
+    """
+    order = sorted(among, key=lambda _: dice.random())
+    give_up = time.monotonic() + LONGEST_S
+    while True:
+        alive = processes(stack)
+        for name in order:
+            if name in alive:
+                return name, alive[name]
+        if time.monotonic() > give_up:
+            raise NotRecovered(f"none of {', '.join(among)} lives")
+        time.sleep(0.1)
+
+
+def signalled(number: signal.Signals, *among: str) -> Act:
+    def act(stack: Stack, dice: random.Random) -> str:
+        name, process = choose(stack, dice, among)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+        return name
+
+    return act
+
+
+def stopped(*among: str) -> Act:
+    def act(stack: Stack, dice: random.Random) -> str:
+        name, process = choose(stack, dice, among)
+        seconds = dice.uniform(1, LONGEST_S)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.suspend()
+            time.sleep(seconds)
+            process.resume()
+        return f"{name}, {seconds:.0f} s"
+
+    return act
+
+
+def limited(limit: int, what: Callable[[psutil.Process], int]) -> Act:
+    """Use up a resource of one process: it gets no more than it has, for a while."""
+
+    def act(stack: Stack, dice: random.Random) -> str:
+        name, process = choose(
+            stack, dice, ("supervisor", "run-api", "environment", "trainer", "API server")
+        )
+        seconds = dice.uniform(1, LONGEST_S)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            usual = process.rlimit(limit)
+            process.rlimit(limit, (what(process), usual[1]))
+            time.sleep(seconds)
+            process.rlimit(limit, usual)
+        return f"{name}, {seconds:.0f} s"
+
+    return act
+
+
+def filled(folder: Callable[[Stack], Path]) -> Act:
+    """Fill a file system to the last byte, for a while."""
+
+    def act(stack: Stack, dice: random.Random) -> str:
+        ballast = folder(stack) / "ballast"
+        seconds = dice.uniform(2, LONGEST_S)
+        try:
+            for size in (1 << 20, 1):
+                with contextlib.suppress(OSError), ballast.open("ab", buffering=0) as file:
+                    while True:
+                        file.write(bytes(size))
+            time.sleep(seconds)
+        finally:
+            ballast.unlink()
+        return f"{folder(stack)}, {seconds:.0f} s"
+
+    return act
+
+
+def cut(stack: Stack, dice: random.Random) -> str:
+    """Reset every connection of one server."""
+    name = dice.choice(["api", "vllm"])
+    port = stack.component(name).port
+    for side in ("sport", "dport"):
+        subprocess.run(
+            ["ss", "--kill", "state", "established", side, f"= :{port}"],
+            capture_output=True,
+            check=True,
+        )
+    return f"connections of {name}"
+
+
+def parted(stack: Stack, dice: random.Random) -> str:
+    """Nothing reaches anybody for a while."""
+    seconds = dice.uniform(1, LONGEST_S)
+    loopback(up=False)
+    try:
+        time.sleep(seconds)
+    finally:
+        loopback(up=True)
+    return f"loopback, {seconds:.0f} s"
+
+
+def port_wanted(stack: Stack, dice: random.Random) -> str:
+    """Try for ten seconds to get the port of a server that was killed: the run holds it.
+
+    Raises:
+        NotRecovered: it was to be had.
+    """
+    name = dice.choice(["api", "vllm"])
+    server = stack.component(name)
+    psutil.Process(server.pid).kill()
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        with socket.socket() as taker:
+            try:
+                taker.bind(("127.0.0.1", server.port or 0))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                raise NotRecovered(f"the port of {name} was to be had while it was away")
+        time.sleep(0.02)
+    return f"port of {name}"
+
+
+def spoilt(stack: Stack, dice: random.Random) -> str:
+    """Overwrite one line in the middle of a record or log file."""
+    run = stack.live.run
+    paths = [run.telemetry_jsonl, run.supervisor_jsonl, *sorted(run.root.glob("eval.*.jsonl"))]
+    paths += sorted(path for path in run.logs.glob("*/*.log") if path.parent.name != COUNTER)
+    path = dice.choice(
+        [path for path in paths if path.exists() and path.read_bytes().count(b"\n") > 4]
+    )
+    lines = path.read_bytes().splitlines(keepends=True)
+    number = dice.randrange(1, len(lines) - 1)
+    with path.open("r+b") as file:
+        file.seek(sum(map(len, lines[:number])))
+        file.write(dice.randbytes(len(lines[number]) - 1).replace(b"\n", b"?"))
+    stack.spoilt[path] = stack.spoilt.get(path, 0) + 1
+    return f"{path.relative_to(run.root)}, line {number + 1}"
+
+
+def clock_jumped(stack: Stack, dice: random.Random) -> str:
+    """The wall clock of every process of the run jumps, and back again later."""
+    seconds, jump = dice.uniform(2, LONGEST_S), dice.choice([-86_400, -3600, -10, 10, 3600, 86_400])
+    told = Path(os.environ["CHAOS_CLOCK"])
+    for ahead in (jump, 0):
+        with told.open("r+b") as file:
+            file.write(ahead.to_bytes(8, sys.byteorder, signed=True))
+        time.sleep(seconds if ahead else 0)
+    return f"{jump:+d} s for {seconds:.0f} s"
+
+
+def ended(stack: Stack) -> None:
+    """Ask the run to end, and wait for it."""
+    assert stack.live.process is not None
+    stack.live.process.terminate()
+    stack.live.process.wait(60)
+
+
+def checkpoint_cut(stack: Stack, dice: random.Random) -> str:
+    """Between two supervisors a file of the newest checkpoint loses its end."""
+    ended(stack)
+    newest = max(stack.live.run.checkpoints.glob("*step_*"), key=lambda path: path.stat().st_mtime)
+    path = dice.choice(
+        sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size)
+    )
+    os.truncate(path, dice.randrange(path.stat().st_size))
+    return str(path.relative_to(stack.live.run.checkpoints))
+
+
+def port_taken(stack: Stack, dice: random.Random) -> str:
+    """Between two supervisors somebody listens at a port of the run: it is refused, and told who
+    has it.
+
+    Raises:
+        NotRecovered: it is not.
+    """
+    name = dice.choice(["api", "vllm"])
+    port = stack.component(name).port
+    ended(stack)
+    with socket.create_server(("127.0.0.1", port or 0)):
+        stack.resumed = True
+        code, output = stack.live.resume().wait(60)
+    if code != 2 or str(port) not in output or "fix:" not in output:
+        raise NotRecovered(
+            f"with the port of {name} taken, `up --resume` ended with {code}: {output[-500:]}"
+        )
+    return f"port of {name}"
+
+
+SERVERS = ("run-api", "environment", "API server", "engine core", "worker", "trainer", COUNTER)
+HELPERS = ("guard", "screen")
+FAULTS = (
+    *(
+        Fault(f"SIGKILL {name}", signalled(signal.SIGKILL, name))
+        for name in SERVERS
+        if name != "worker"
+    ),
+    Fault("SIGKILL helper", signalled(signal.SIGKILL, *HELPERS)),
+    Fault("SIGTERM any", signalled(signal.SIGTERM, *SERVERS, *HELPERS)),
+    Fault("SIGSTOP any", stopped(*SERVERS, *HELPERS, "supervisor")),
+    Fault("SIGKILL supervisor", signalled(signal.SIGKILL, "supervisor"), ends=(-signal.SIGKILL,)),
+    Fault("SIGTERM supervisor", signalled(signal.SIGTERM, "supervisor"), ends=(130,)),
+    Fault(
+        "descriptors used up", limited(resource.RLIMIT_NOFILE, lambda process: process.num_fds())
+    ),
+    Fault(
+        "memory limit",
+        limited(resource.RLIMIT_AS, lambda process: process.memory_info().vms + (1 << 20)),
+    ),
+    Fault("disk full", filled(lambda stack: stack.live.root.parent), isolated=True),
+    Fault("/dev/shm full", filled(lambda _: Path("/dev/shm")), isolated=True),
+    Fault("connections cut", cut, isolated=True),
+    Fault("network away", parted, isolated=True),
+    Fault("port wanted", port_wanted),
+    Fault("port taken", port_taken, ends=(2,)),
+    Fault("checkpoint cut short", checkpoint_cut, ends=(130,)),
+    Fault("line spoilt", spoilt),
+)
+CLOCK = Fault("clock jumps", clock_jumped)

@@ -1,0 +1,103 @@
+"""The documents for who comes new: keys of the screen, flags of the trainer that they knew."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from textual.binding import Binding
+from textual.dom import DOMNode
+from textual.keys import format_key
+
+from atropos_tui.ui.app import CockpitApp
+from atropos_tui.ui.replay import ReplayApp
+from atropos_tui.ui.widgets.bars import SearchBar
+from atropos_tui.ui.widgets.curves import Chart
+from atropos_tui.ui.widgets.details import Details
+from atropos_tui.ui.widgets.events import Events
+from atropos_tui.ui.widgets.log_view import LogView
+from atropos_tui.ui.widgets.panel import Listing
+from atropos_tui.ui.widgets.rollouts import Rollouts
+
+DOCS = Path(__file__).parents[2] / "docs"
+PLACES: dict[str, type[DOMNode]] = {
+    "Everywhere": CockpitApp,
+    "Charts": Chart,
+    "Logs": LogView,
+    "Lists": Listing,
+    "Rollouts": Rollouts,
+    "Events": Events,
+    "Component": Details,
+    "A search": SearchBar,
+    "A replay": ReplayApp,
+}
+
+
+def keys_of(kind: type[DOMNode]) -> dict[str, str]:
+    """What each action of a class does, and its keys."""
+    found: dict[str, list[str]] = {}
+    for binding in Binding.make_bindings(vars(kind)["BINDINGS"]):
+        found.setdefault(binding.tooltip or binding.description, []).append(
+            f"`{format_key(binding.key)}`"
+        )
+    return {" ".join(keys): about for about, keys in found.items()}
+
+
+def keys_document() -> str:
+    """What `docs/keys.md` has to say below its first paragraph."""
+    parts = []
+    for place, kind in PLACES.items():
+        rows = "".join(f"| {keys} | {about} |\n" for keys, about in keys_of(kind).items())
+        parts.append(f"## {place}\n\n| key | |\n|---|---|\n{rows}")
+    return "\n".join(parts)
+
+
+def test_the_keys_of_the_screen_are_those_in_the_document() -> None:
+    text = (DOCS / "keys.md").read_text()
+    assert text[text.index("## ") :] == keys_document(), (
+        "python -m tests.project.test_docs_newcomers prints it"
+    )
+
+
+def peer_flags() -> set[str]:
+    """Of the parser of atroposlib's example_trainer, which is read and not imported."""
+    spec = importlib.util.find_spec("example_trainer")
+    if spec is None or spec.origin is None:
+        pytest.skip("atroposlib's wheel brings no example_trainer")
+    tree = ast.parse(Path(spec.origin).with_name("cli.py").read_text())
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument"
+    ]
+    words = [arg.value for call in calls for arg in call.args if isinstance(arg, ast.Constant)]
+    return {word for word in words if isinstance(word, str) and word.startswith("--")}
+
+
+def test_every_flag_of_example_trainer_has_its_row() -> None:
+    rows = [
+        line
+        for line in (DOCS / "from-example-trainer.md").read_text().splitlines()
+        if line.startswith("| `--")
+    ]
+    told = {flag for row in rows for flag in re.findall(r"`(--[\w-]+)`", row.split("|")[1])}
+    flags = peer_flags()
+    assert len(flags) > 35 and told == flags
+
+
+def test_the_keys_that_replace_them_exist() -> None:
+    from atropos_tui.profile.sections import DERIVED_TRAINER_KEYS
+    from trainer_core.config import TrainingConfig
+
+    text = (DOCS / "from-example-trainer.md").read_text()
+    named = set(re.findall(r"`\[trainer\] (\w+)", text))
+    assert len(named) > 15 and named <= {"gpus", *TrainingConfig.model_fields} - set(
+        DERIVED_TRAINER_KEYS
+    )
+
+
+if __name__ == "__main__":
+    print(keys_document(), end="")
