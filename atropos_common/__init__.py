@@ -1,2 +1,1 @@
-"""Code that the programs share: records, messages, run directory, HTTP, files. Imports nothing
-else of the project."""
+"""Code that the programs share. Imports nothing else of the project."""

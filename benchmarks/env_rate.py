@@ -32,7 +32,7 @@ from typing import Any
 import aiohttp
 
 from atropos_common.net.http import AFTER_HEADER, BATCH_HEADER
-from atropos_common.protocol.group_reasons import FLAT
+from atropos_common.protocol.records import FLAT
 from benchmarks.support.chat_model import SPECIAL, TEMPLATE
 from benchmarks.support.checks import Checks
 from benchmarks.support.children import Process, free_ports

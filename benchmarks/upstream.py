@@ -30,13 +30,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atropos_common.protocol.group_reasons import in_words
 from atropos_common.protocol.records import (
     EnvCountsRecord,
     RecordError,
     StageRecord,
     StateRecord,
     parse_line,
+    reason_text,
 )
 from atropos_common.protocol.stages import ATTACHED, REGISTERED
 from atropos_common.system.run_dir import RunDir
@@ -311,7 +311,7 @@ def take_turn(attempt: Try, run: RunDir, stack: subprocess.Popen[bytes]) -> None
     if not trained:
         reason = why(log) if not started or _ended(run, name) else _silence(log)
         reason = (
-            f"every group: {in_words(max(bad, key=lambda each: bad[each]))}"
+            f"every group: {reason_text(max(bad, key=lambda each: bad[each]))}"
             if started and bad
             else reason
         )
@@ -473,7 +473,8 @@ def _notes(row: dict[str, Any]) -> str:
     parts += [f"data: {name}" for name in row["data"]]
     parts += [f"{name} left out of {count} requests" for name, count in row["adjusted"].items()]
     parts += [
-        f"{count} groups left out ({in_words(reason)})" for reason, count in row["left_out"].items()
+        f"{count} groups left out ({reason_text(reason)})"
+        for reason, count in row["left_out"].items()
     ]
     parts += [f"{count} failed ({reason})" for reason, count in row["failures"].items()]
     return _cell("; ".join(parts))

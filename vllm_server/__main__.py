@@ -18,13 +18,13 @@ from pathlib import Path
 
 from atropos_common.models import engine_release
 from atropos_common.net import ports
+from atropos_common.system.run_dir import ENV_WEIGHT_UPDATES
 from vllm_server import compat
 from vllm_server.config import (
     DEFAULT_HOST,
     DEFAULT_PORT,
     ENV_INSTANCE_ID,
     ENV_SHM_PATH,
-    ENV_WEIGHT_UPDATES,
     ConfigError,
     ServerConfig,
     prepare_environment,

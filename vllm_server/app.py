@@ -22,9 +22,9 @@ import psutil
 import uvloop
 from prometheus_client import REGISTRY
 
-from atropos_common.broadcast.transfer import is_loopback
 from atropos_common.net import ports
 from atropos_common.net.http import allowed_hosts, run_keys
+from atropos_common.net.ports import is_loopback
 from atropos_common.protocol.bridge import ROUTING_FLAG
 from atropos_common.protocol.manifest import (
     Manifest,

@@ -13,28 +13,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from atropos_common.broadcast.transfer import is_loopback
 from atropos_common.net.http import hosts_in
-from atropos_common.net.node import NoSuchAddress, address_here, interface_of
+from atropos_common.net.ports import NoSuchAddress, address_here, interface_of, is_loopback
 from atropos_common.protocol.bridge import ENV_OPEN_GENERATION, ENV_SAMPLING, SamplingPolicy
 from atropos_common.system.files import scratch_below
 from atropos_common.system.run_dir import (
     ENV_ALLOWED_HOSTS,
     ENV_HOLD_GENERATION,
+    ENV_LOGDIR,
     ENV_NODE_ADDRESS,
     ENV_RUN_DIR,
     ENV_TOKEN,
     ENV_TRAINER_HOSTS,
+    ENV_WEIGHT_UPDATES,
     LONGEST_SOCKET,
     MANIFEST_NAME,
     is_safe_name,
 )
 
 ENV_SHARED_WEIGHTS = "VLLM_ENABLE_SHARED_WEIGHTS"
-ENV_LOGDIR = "LOGDIR"
 ENV_BRIDGE_CONFIG_PATH = "VLLM_BRIDGE_CONFIG_PATH"
 ENV_SHM_NAME = "ATROPOS_SHM_NAME"
-ENV_WEIGHT_UPDATES = "ATROPOS_WEIGHT_UPDATES"
 ENV_FORK_ENGINE = "ATROPOS_FORK_ENGINE"
 # Set by the server itself. Its child processes know themselves by the id, and the worker finds the
 # file of all parameters and the folder of its weights. A restart without CUDA graphs finds why.

@@ -1,1 +1,1 @@
-"""Communication group between trainer and engines for the broadcast of weights (needs torch)."""
+"""Broadcast of weights from the trainer to engines."""

@@ -1,10 +1,12 @@
-"""Rendezvous, waiting and transport for both ends of a broadcast: an authenticated store, gloo,
-NCCL. Needs torch, no vLLM.
+"""Rendezvous, waiting and transport of a broadcast: authenticated store, gloo, NCCL. Needs torch,
+no vLLM.
 
-Every process that reaches the store's port can read and write keys, so each value carries a MAC
-with the group's secret. Every wait is a poll with a deadline that also watches the store of the
-trainer's rank 0 (`Lifeline`): a dead peer is an error and never a hang. NCCL's id is a secret too,
-and travels only in the call that the token protects.
+Any process that reaches the store's port can read and write its keys. Each value therefore carries
+a MAC with the group's secret: others can break a group, but nothing that they write is used. NCCL's
+ranks find each other by a secret id.
+
+Every wait polls with a deadline, and watches the store of the trainer's rank 0 (`Lifeline`): a dead
+peer is an error, never a hang.
 """
 
 from __future__ import annotations
@@ -28,16 +30,16 @@ SECRET_BYTES = 32
 # Seconds between polls: of the store, and of a condition (`Lifeline.until`).
 STORE_POLL_S = 0.001
 POLL_S = 0.0002
+# Polls become rare after this.
 BRISK_S = 0.05
-"""Seconds after which polls become rare."""
+# Seconds between checks of the trainer's store.
 LOOK_S = 0.1
-"""Seconds between checks of the trainer's store."""
 MAC_BYTES = 32
 NCCL_ID_BYTES = 128
+# An abort can itself wait for the device; then its thread is abandoned.
 ABORT_S = 5.0
-"""Seconds for an abort, which can itself wait for the device."""
 NCCL_LIBRARIES = ("libnccl.so.2", "librccl.so.1")
-"""Names under which torch has loaded NCCL; `VLLM_NCCL_SO_PATH` names another."""
+"""As torch has loaded NCCL."""
 
 _UINT8 = 1
 
@@ -61,7 +63,7 @@ class SealedStore(dist.Store):  # type: ignore[misc]
         """Wait for the key.
 
         Raises:
-            RuntimeError: no member set it in time, or the store is gone.
+            RuntimeError: timeout, or the store is gone.
         """
         (value,) = self._awaited([key], self._timeout)
         return value
@@ -102,7 +104,7 @@ def own_address(towards: str) -> str:
     """Address of this machine on the route to `towards`.
 
     Raises:
-        RuntimeError: there is no route.
+        RuntimeError: no route.
     """
     try:
         family, kind, _, _, place = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
@@ -114,15 +116,15 @@ def own_address(towards: str) -> str:
 
 
 class Gloo:
-    """One rank of a group over gloo, through CPU memory."""
+    """One rank over gloo, through CPU memory."""
 
     def __init__(
         self, store: SealedStore, rank: int, world_size: int, address: str, timeout_s: float
     ) -> None:
-        """Connect to every rank, and verify that each belongs to the group.
+        """Connect and verify every rank.
 
         Raises:
-            RuntimeError: a rank did not connect, or another process took its place.
+            RuntimeError: a rank did not connect, or another process did.
         """
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
@@ -136,18 +138,19 @@ class Gloo:
             raise
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Any:
-        """Fill `tensor`, or send it from `root`; keep the returned work until it is done."""
+        """Start a broadcast; keep the returned work until it is done."""
         options = dist.BroadcastOptions()
         options.rootRank = root
         return self._parts[1].broadcast([tensor], options)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Equal tensors of all ranks, by rank."""
         found = [torch.empty_like(tensor) for _ in range(self._parts[1].size())]
         self._parts[1].allgather([found], [tensor]).wait()
         return found
 
     def close(self, works: Sequence[Any] = ()) -> None:
-        """Leave without waiting: a group's destructor waits for work in flight."""
+        """Leave without waiting for work in flight."""
         # The objects are destroyed in the thread. A daemon thread is wrong here: the interpreter
         # aborts (SIGABRT) if it ends while one is inside C++.
         parts, self._parts = [*works, *self._parts], []
@@ -174,7 +177,7 @@ def prove(group: Any, store: SealedStore, rank: int, size: int) -> None:
 
 
 def cut(chunk: Chunk, buffer: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
-    """Split `buffer` (uint8) into the chunk's pieces, each with the rank that sends it."""
+    """Pieces of `buffer` (uint8), each with its sending rank."""
     return [
         (buffer[piece.start - chunk.start : piece.end - chunk.start], piece.root)
         for piece in chunk.pieces
@@ -182,20 +185,15 @@ def cut(chunk: Chunk, buffer: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
 
 
 class LinkError(RuntimeError):
-    pass
+    """The group failed; the message names the phase."""
 
 
 class Lifeline:
-    """Waits that end with the trainer."""
-
     def __init__(self, init: TransferInit, rank: int, gpu: str = "") -> None:
-        """Find the trainer's store and report there.
-
-        Args:
-            gpu: name of this rank's GPU, which no other rank may use.
+        """Report to the trainer's store. `gpu`: this rank's own; empty on a CPU.
 
         Raises:
-            LinkError: there is no store.
+            LinkError: no store.
         """
         self._where, self._timeout_s = f"{init.address}:{init.port}", init.timeout_s
         timeout = timedelta(seconds=init.timeout_s)
@@ -222,8 +220,7 @@ class Lifeline:
         """Poll until `done`.
 
         Raises:
-            LinkError: the trainer left or died, or the timeout passed; `otherwise` explains the
-                timeout.
+            LinkError: timeout (`otherwise`), or the trainer left.
         """
         began = looked = time.monotonic()
         while not self._ask(done, phase):
@@ -249,7 +246,7 @@ class Lifeline:
 
 
 def gpu_of(device: torch.device) -> str:
-    """Unique name of a GPU; empty for a CPU."""
+    """UUID; empty for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
@@ -258,7 +255,7 @@ LINE = 900
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error's message, without torch's C++ stack."""
+    """Without torch's C++ stack; the type of an empty message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:LINE]
 
 
@@ -294,7 +291,7 @@ def unique_id() -> bytes:
     """Id of a new group.
 
     Raises:
-        NcclError: NCCL does not load, or finds no network interface.
+        NcclError: no library, or no network interface.
     """
     library, made = _library(), _Id()
     _check(library, library.ncclGetUniqueId(ctypes.byref(made)))
@@ -302,8 +299,10 @@ def unique_id() -> bytes:
 
 
 class Communicator:
+    """One rank, on the current CUDA device."""
+
     def __init__(self, group_id: bytes, world_size: int, rank: int) -> None:
-        """Connect; returns when every rank has joined.
+        """Connect all ranks.
 
         Raises:
             NcclError: no connection.
@@ -324,7 +323,7 @@ class Communicator:
         """Queue broadcasts on a CUDA stream in one launch.
 
         Args:
-            pieces: address, size in bytes and sending rank of each.
+            pieces: address, bytes and sending rank of each.
 
         Raises:
             NcclError: a peer is lost, or this rank has left.
@@ -344,7 +343,7 @@ class Communicator:
         _check(self._library, ended)
 
     def abort(self) -> None:
-        """Leave at once: destroying the communicator would wait for dead peers."""
+        # Destroying the communicator would wait for dead peers.
         handle, self._handle = self._handle, None
         if handle is None:
             return
@@ -372,7 +371,7 @@ class Nccl:
                 raise
 
     def broadcast(self, pieces: Sequence[tuple[torch.Tensor, int]], stream: Any) -> None:
-        """Queue broadcasts of contiguous tensors, each with its sending rank."""
+        """Queue contiguous tensors, each with its sending rank, on a CUDA stream."""
         self._communicator.broadcast(
             [(tensor.data_ptr(), tensor.nbytes, root) for tensor, root in pieces],
             stream.cuda_stream,

@@ -1,1 +1,1 @@
-"""Arithmetic on model shapes: parameters, FLOPs, bytes; and supported engine releases."""
+"""Arithmetic on model shapes, and supported models."""

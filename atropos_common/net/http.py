@@ -1,7 +1,7 @@
-"""Settings of all HTTP clients, and the servers' checks of Host, Origin and key.
+"""Settings of HTTP clients, and the servers' checks of Host, Origin and key.
 
-A web page whose domain resolves to this machine sends its own name in the Host header. A server
-that other machines reach requires a key: `Authorization: Bearer KEY`, or the password in a URL.
+A server that other machines reach requires a key: as `Authorization: Bearer KEY`, or as the
+password in its URL, `http://atropos:KEY@HOST`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from collections.abc import Collection, Iterable, Mapping
 
 import httpx
 
-from atropos_common.broadcast.transfer import is_loopback
+from atropos_common.net.ports import is_loopback
 from atropos_common.protocol.bridge import TOKEN_HEADER
 from atropos_common.system.run_dir import ENV_ALLOWED_HOSTS, ENV_DOOR_KEY
 
+# Below uvicorn's 5 s: with an equal expiry, a request at that moment is lost. A client with its own
+# transport ignores `limits`: pass them to the transport.
 LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=2.0)
-"""uvicorn closes a connection after five idle seconds, httpx's own default, and a request at
-that moment is lost. A client with its own transport ignores `limits`."""
 
 
 def certificates(url: str) -> ssl.SSLContext | bool:
-    """httpx's `verify` for a client of `url`. Reading the machine's certificates takes 20 to 100
-    ms; an http:// address needs none."""
+    """Value of httpx's `verify` for a client of `url`."""
     # `True` lets httpx load the machine's certificates.
     return True if url.lower().startswith("https:") else _no_certificates()
 
@@ -37,42 +36,39 @@ def _no_certificates() -> ssl.SSLContext:
 
 
 AFTER_HEADER = "X-Atropos-After"
-"""Name of the previous batch in our trainer's `GET /batch`. Our run-api then drops that batch
-and keeps the next one."""
+"""In `GET /batch`: name of the previous batch, which run-api drops; empty for none."""
 BATCH_HEADER = "X-Atropos-Batch"
-"""Name of a batch that run-api keeps."""
+"""Name of a batch that run-api keeps until it is named in `AFTER_HEADER`."""
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 _WILDCARD_HOSTS = frozenset({"", "0.0.0.0", "::"})
 
 
 DOOR_USER = "atropos"
-"""User name before the key in a URL; any other works too."""
 
 
 def door_key(token: str) -> str:
-    """Key of a run, derived from its token, which it does not reveal."""
+    """Key of a run, from which its token cannot be computed."""
     # One-way: an environment that has the key cannot compute the token.
     return hmac.digest(token.encode(), b"door", "sha256").hex()
 
 
 def door_headers(env: Mapping[str, str]) -> dict[str, str]:
-    """Headers that a component sends to the run's servers; empty on a single machine."""
+    """Headers of a component for the run's servers; empty on a single machine."""
     return {"Authorization": f"Bearer {key}"} if (key := env.get(ENV_DOOR_KEY)) else {}
 
 
 def door_keys(bound: str, token: str) -> frozenset[str]:
-    """Keys that a server bound to `bound` accepts; empty if only this machine reaches it."""
+    """Keys that a server accepts; empty without a token or on the loopback."""
     return frozenset() if not token or is_loopback(bound) else run_keys(token)
 
 
 def run_keys(token: str) -> frozenset[str]:
-    """Secrets that prove a request to belong to the run."""
+    """Secrets of the requests of a run."""
     return frozenset({token, door_key(token)})
 
 
 def opens(authorization: str | None, keys: Collection[str]) -> bool:
-    """The Authorization header carries one of `keys`."""
     scheme, _, given = (authorization or "").partition(" ")
     if scheme.lower() == "basic":
         try:
@@ -88,14 +84,14 @@ def opens(authorization: str | None, keys: Collection[str]) -> bool:
 
 
 def has_token(headers: Mapping[str, str], token: str) -> bool:
-    """The request carries the run's token."""
+    """True if a request carries the run's token."""
     given = headers.get(TOKEN_HEADER, "")
     # Constant time, so that the answer's timing does not reveal the token.
     return bool(token) and hmac.compare_digest(given.encode("latin-1", "replace"), token.encode())
 
 
 def key_refusal(what: str) -> tuple[int, str]:
-    """Status and reason for a request without the key."""
+    """HTTP status and reason."""
     return 401, (
         f"{what} is open to other machines, so it requires the run's key: send it as "
         f"`Authorization: Bearer KEY` "
@@ -105,7 +101,7 @@ def key_refusal(what: str) -> tuple[int, str]:
 
 
 def host_name(header: str) -> str:
-    """Host header without its port, lower case, IPv6 without brackets."""
+    """Lower case, without port and brackets."""
     header = header.strip().lower()
     if header.startswith("["):
         return header[1:].partition("]")[0]
@@ -114,22 +110,18 @@ def host_name(header: str) -> str:
 
 
 def allowed_hosts(bound: str | None, extra: Iterable[str] = ()) -> frozenset[str]:
-    """Names in the Host header for a server bound to `bound`."""
+    """Names that a Host header may carry."""
     own = set() if bound is None or bound in _WILDCARD_HOSTS else {host_name(bound)}
     return LOOPBACK_HOSTS | own | frozenset(extra)
 
 
 def hosts_in(env: Mapping[str, str], name: str) -> frozenset[str]:
-    """Hosts in the variable `name`, separated by commas."""
+    """Hosts in a variable, separated by commas."""
     return frozenset(host.strip().lower() for host in env.get(name, "").split(",") if host.strip())
 
 
 def page_refusal(headers: Mapping[str, str], hosts: frozenset[str]) -> tuple[int, str] | None:
-    """Status and reason where a web page of another site asks.
-
-    `Origin` names the site of a script's request. A tag such as `<img>` sends none, but the browser
-    adds `Sec-Fetch-Site`.
-    """
+    """HTTP status and reason for a request from a page of another site."""
     if (origin := headers.get("origin")) is not None and host_name(
         origin.partition("://")[2]
     ) not in hosts:
@@ -142,7 +134,7 @@ def page_refusal(headers: Mapping[str, str], hosts: frozenset[str]) -> tuple[int
 
 
 def host_refusal(header: str | None, hosts: frozenset[str]) -> tuple[int, str] | None:
-    """Status and reason where a Host header names none of `hosts`."""
+    """HTTP status and reason unless a Host header names one of `hosts`."""
     if not header:
         return 400, "the Host header is missing"
     if host_name(header) in hosts:

@@ -1,35 +1,38 @@
-"""A loopback port that its owner holds for one program, from before its first start until after its
-last.
+"""Addresses of this machine, and a loopback port held for one program between its starts.
 
-Another user who takes the port between two attempts would receive prompts and the token. So the
-owner keeps a bound socket that does not listen; only processes of the same user with SO_REUSEPORT
-can bind beside it. The owned program does so, and excludes further binds once it listens. Handing
-the socket over would not work: until the program listens, any user may bind beside it.
+Otherwise another user could take the free port between two attempts, and receive prompts and the
+run's token. The owner keeps a socket that is bound but does not listen. The kernel lets only
+processes of the same user bind beside it, with SO_REUSEPORT; the program does so until it listens
+(`listen`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping
 
-from atropos_common.system.run_dir import ENV_HELD_PORT
+import psutil
+
+from atropos_common.system.run_dir import ENV_HELD_PORT, ENV_NODE_ADDRESS
 
 LOOPBACK = "127.0.0.1"
 BACKLOG = 2048
-"""Connections that wait to be accepted; uvicorn's default."""
+"""Accept queue; uvicorn's default."""
+# Another user's failing attempt to listen blocks a held port for a moment.
 _TRY_S = 2.0
-"""Seconds of retries for a held port: another user's failing attempt blocks it for a moment."""
+# Another loopback address, where none of our programs listens.
 _BESIDE = "127.0.0.2"
-"""Another loopback address, where none of our programs listens."""
 
 
 def hold(port: int) -> socket.socket:
     """Hold `port` until the socket is closed.
 
     Raises:
-        OSError: another program uses or holds it.
+        OSError: in use (EADDRINUSE).
     """
     held = socket.socket()
     try:
@@ -47,18 +50,15 @@ def hold(port: int) -> socket.socket:
 
 
 def is_held(port: int, env: Mapping[str, str]) -> bool:
-    """The parent process holds `port` for this one."""
+    """True if the parent process holds `port` for this one."""
     return env.get(ENV_HELD_PORT) == str(port)
 
 
 def bind(host: str, port: int, *, held: bool) -> socket.socket:
-    """A socket bound to `port` that does not listen yet.
-
-    Args:
-        held: the parent holds the port.
+    """Bind without listening. `held`: the parent holds the port.
 
     Raises:
-        OSError: another program uses it.
+        OSError: in use.
     """
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
@@ -72,10 +72,10 @@ def bind(host: str, port: int, *, held: bool) -> socket.socket:
 
 
 def listen(bound: socket.socket) -> None:
-    """Listen exclusively: no program of the same user can bind beside it any more.
+    """Listen, and end shared binds by programs of the same user.
 
     Raises:
-        OSError: another program listens there.
+        OSError: in use.
     """
     shared = bool(bound.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT))
     _persistently(lambda: bound.listen(BACKLOG), _TRY_S if shared else 0.0)
@@ -94,3 +94,70 @@ def _persistently(take: Callable[[], None], seconds: float) -> None:
             if time.monotonic() > deadline:
                 raise
         time.sleep(0.001)
+
+
+class NoSuchAddress(ValueError):
+    pass
+
+
+def address_here() -> str:
+    """Numeric address under which other machines reach this one.
+
+    Raises:
+        NoSuchAddress: ATROPOS_NODE_ADDRESS is not an address of this machine.
+    """
+    named = os.environ.get(ENV_NODE_ADDRESS, "127.0.0.1")
+    try:
+        numbers = {str(found[4][0]) for found in socket.getaddrinfo(named, None)}
+    except OSError as error:
+        raise NoSuchAddress(
+            f"{ENV_NODE_ADDRESS}: {named} is not a known address ({error.strerror})"
+        ) from None
+    if named in numbers and named.startswith("127."):
+        return named
+    own = {
+        each.address for addresses in psutil.net_if_addrs().values() for each in addresses
+    } & numbers
+    beyond = sorted(number for number in own if not number.startswith("127."))
+    if beyond:
+        return beyond[0]
+    # /etc/hosts often maps a machine's own name to these.
+    if all(number.startswith("127.") for number in numbers):
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+        ):
+            probe.connect(("192.0.2.1", 9))  # datagram socket: this sends nothing
+            return str(probe.getsockname()[0])
+    raise NoSuchAddress(
+        f"no network interface here has the address {named}: see {ENV_NODE_ADDRESS}, and `ip "
+        f"address`"
+    )
+
+
+def interface_of(number: str) -> str:
+    """Network interface with the address; the loopback if none has it."""
+    interfaces = psutil.net_if_addrs().items()
+    return next(
+        (name for name, found in interfaces if any(each.address == number for each in found)), "lo"
+    )
+
+
+def is_loopback(address: str) -> bool:
+    """True if only this machine reaches `address`; nothing but `localhost` is resolved."""
+    return address.lower() == "localhost" or any(each.is_loopback for each in _numbers(address))
+
+
+def is_wildcard(address: str) -> bool:
+    return any(each.is_unspecified for each in _numbers(address))
+
+
+def _numbers(address: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    try:
+        # AI_NUMERICHOST accepts every notation of a number (0x7f.1) but never asks DNS.
+        (found, *_) = socket.getaddrinfo(address, None, flags=socket.AI_NUMERICHOST)
+    except (OSError, UnicodeError):
+        return []
+    made = ipaddress.ip_address(str(found[4][0]).partition("%")[0])
+    # `::ffff:127.0.0.1` is the loopback too.
+    return [getattr(made, "ipv4_mapped", None) or made]

@@ -1,1 +1,1 @@
-"""Messages and records that the programs exchange."""
+"""Messages and records between the programs."""

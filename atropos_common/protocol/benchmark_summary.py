@@ -1,4 +1,4 @@
-"""The BENCHMARK SUMMARY as text. Pure."""
+"""The BENCHMARK SUMMARY as text, for the end of a run and `bench`. Pure."""
 
 from __future__ import annotations
 
@@ -11,19 +11,13 @@ GB = 1e9
 NO_DATA = "no data"
 # Only a damaged or foreign recording has such figures.
 FOREIGN = 1e15
-"""Seconds or bytes above which a figure is not plausible."""
 
 Section = tuple[str, list[tuple[str, str]]]
 """Title ("" for the first), and figures by name."""
 
 
 def summary_sections(figures: Any, *, no_memory: str = NO_DATA) -> list[Section]:
-    """Figures of a run, in sections.
-
-    Args:
-        figures: object with the fields of a `benchmark` record.
-        no_memory: text in place of GPU memory where there is none.
-    """
+    """`figures`: a `benchmark` record or an object with its fields, None without data."""
     # The guides print minutes as well.
     minutes = "" if figures.total_s is None else f" ({figures.total_s / 60:.2f} min)"
     return [
@@ -61,7 +55,6 @@ def summary_sections(figures: Any, *, no_memory: str = NO_DATA) -> list[Section]
 
 
 def summary_text(title: str, sections: Sequence[Section]) -> str:
-    """`title` is the mode and further remarks."""
     lines = [f"BENCHMARK SUMMARY {title}"]
     for name, figures in sections:
         indent = "    " if name else "  "
@@ -85,7 +78,7 @@ def share_text(value: float | None) -> str:
 
 
 def waiting_share(figures: Any) -> float | None:
-    """Share of all steps' time in which the trainer waited for rollouts."""
+    """Share of the steps' time in which the trainer waited for rollouts."""
     wait, whole = figures.total_data_wait_s, figures.total_step_s
     # `not whole` also covers a recording without steps.
     return None if wait is None or not whole else wait / whole

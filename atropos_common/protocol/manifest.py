@@ -1,8 +1,7 @@
-"""The tensor manifest `vllm_bridge_config.json`, by which a trainer maps the server's weights.
+"""The tensor manifest `vllm_bridge_config.json`: the trainer maps the server's weights by it.
 
-Plain JSON, never pickle; written atomically with mode 0600. The trainer refuses a file that another
-user can write, one of another model, and one whose server is gone. The places of checkpoint tensors
-are what the server's own loader did.
+Plain JSON, mode 0600, never pickle. It has an entry per tensor-parallel rank. The server's own
+loader decides the places of checkpoint tensors, so no side lists architectures or fused names.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from atropos_common.protocol.strided import extent
 from atropos_common.system.files import write_private
 
 # Raised with every change of the format; both sides refuse another version.
@@ -28,8 +27,7 @@ class ManifestError(ValueError):
 
 
 class CudaIpc(BaseModel):
-    """A CUDA IPC handle: the arguments of `torch.UntypedStorage._new_shared_cuda`, bytes in
-    base64."""
+    """Arguments of `torch.UntypedStorage._new_shared_cuda`, bytes in base64."""
 
     model_config = ConfigDict(extra="forbid")
     device: int
@@ -43,48 +41,48 @@ class CudaIpc(BaseModel):
 
 
 class TensorEntry(BaseModel):
-    """One parameter of the server, under vLLM's own name."""
+    """Parameter of the server, under vLLM's name."""
 
     model_config = ConfigDict(extra="forbid")
     shape: list[int]
     stride: list[int]
-    """Strides in elements."""
+    """In elements."""
     dtype: str
-    """torch's dtype name without the prefix."""
+    """torch's name, such as "bfloat16"."""
     offset: int = 0
-    """First element in its storage, in elements of `dtype`."""
+    """First element in its storage, in elements."""
     ipc_handle: CudaIpc | None = None
     """None for the shared file."""
 
 
 class TensorView(BaseModel):
-    """Place of one checkpoint tensor in a parameter, in elements from the parameter's first."""
+    """Place of a checkpoint tensor in a parameter, in elements."""
 
     model_config = ConfigDict(extra="forbid")
     parameter: str
     offset: int = Field(ge=0)
     shape: list[int]
-    """Shape of this rank's part."""
+    """This rank's part."""
     stride: list[int]
     begin: list[int] | None = None
-    """Index of the part's first element in the whole tensor; None if this rank has all of it."""
+    """First element of the part; None if this rank has all."""
     whole: list[int] | None = None
-    """Shape of the whole tensor, given with `begin`."""
+    """Whole shape, given with `begin`."""
 
 
 class Shard(BaseModel):
     model_config = ConfigDict(extra="forbid")
     kind: Literal["shm", "cuda_ipc"]
     gpu: str | None = None
-    """UUID of the GPU; None on a CPU."""
+    """UUID; None on a CPU."""
     # For a CPU: the shared file that holds all tensors of this rank.
     shm_path: str | None = None
     shm_bytes: int = 0
     param_mappings: dict[str, TensorEntry]
     aliases: dict[str, str] = Field(default_factory=dict)
-    """Further names of listed tensors, such as a tied `lm_head`."""
+    """Further names, such as a tied `lm_head`."""
     views: dict[str, TensorView]
-    """Checkpoint tensor -> place."""
+    """Checkpoint name -> place."""
 
     @model_validator(mode="after")
     def _views_lie_in_parameters(self) -> Shard:
@@ -111,7 +109,6 @@ class Shard(BaseModel):
 
 
 def _inside(view: TensorView) -> bool:
-    """The part lies within its tensor."""
     if view.begin is None or view.whole is None:
         return True
     if not len(view.begin) == len(view.shape) == len(view.whole):
@@ -123,7 +120,7 @@ def _inside(view: TensorView) -> bool:
 
 
 def left_out(ranks: Mapping[int, Shard]) -> list[str]:
-    """Checkpoint tensors that the ranks together do not cover, or on which they disagree."""
+    """Checkpoint tensors that the ranks do not cover, or on which they disagree."""
     names = {name for shard in ranks.values() for name in shard.views}
     return sorted(
         name for name in names if not _is_whole([shard.views.get(name) for shard in ranks.values()])
@@ -146,9 +143,9 @@ class Manifest(BaseModel):
     model: str
     architecture: str
     config: dict[str, object]
-    """The model's `config.json`, for the trainer to compare."""
+    """The model's `config.json`, compared with the trainer's."""
     instance_id: str
-    """New at every server start; `/bridge/info` returns the same."""
+    """New at every start, as in `/bridge/info`."""
     server_pid: int
     server_create_time: float
     base_url: str
@@ -174,8 +171,10 @@ def write_manifest(manifest: Manifest, path: Path) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Raises:
-    ManifestError: missing, unsafe owner or mode, or not a manifest of this version.
+    """Read and check `path`.
+
+    Raises:
+        ManifestError: missing, unsafe owner or mode, or another format.
     """
     try:
         info = path.lstat()
@@ -208,3 +207,112 @@ def read_manifest(path: Path) -> Manifest:
             f"{path}: not a manifest ({where}: {first['msg']}); restart vLLM, which writes a "
             f"new one"
         ) from None
+
+
+# vLLM keeps q, k and v as rows of one parameter and all experts of a layer in one. Checkpoints hold
+# them singly, and transformers stacks experts in its own order. Each side knows which box of a
+# tensor is which box elsewhere; a tensor that is evenly spaced there needs no copy.
+class PartPlace(NamedTuple):
+    """Place of an even part of a tensor in another tensor, in elements."""
+
+    begin: tuple[int, ...]
+    """First element of the part, as an index of the tensor."""
+    shape: tuple[int, ...]
+    offset: int
+    """The same element in the other tensor."""
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """Part of a contiguous tensor, and the same elements elsewhere."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    stride_there: tuple[int, ...]
+    offset_there: int
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last one; 0 for an empty tensor."""
+    return math.prod(shape) and 1 + sum(
+        (size - 1) * step for size, step in zip(shape, stride, strict=True)
+    )
+
+
+def joined(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[int, tuple[int, ...]] | None:
+    """Offset and strides, elsewhere, of the contiguous tensor that the boxes form.
+
+    Returns:
+        None if they leave gaps, overlap, or are not evenly spaced there.
+    """
+    place = joined_part(shape, boxes)
+    return None if place is None or place.shape != tuple(shape) else (place.offset, place.stride)
+
+
+def joined_part(shape: Sequence[int], boxes: Iterable[Box]) -> PartPlace | None:
+    """As `joined`, also for a part between two corners of the tensor."""
+    parts = list(dict.fromkeys(boxes))
+    own = contiguous(shape)
+    # Dimension -> stride elsewhere, as far as the boxes have shown it.
+    steps: dict[int, int] = {}
+    corners, ends = [], []
+    for box in parts:
+        corner = _index(box.offset, own)
+        end = [index + 1 for index in corner]
+        for size, step, there in zip(box.shape, box.stride, box.stride_there, strict=True):
+            if size == 1:
+                continue
+            # Find the dimension of the whole tensor that this dimension of the box runs along.
+            dim = next(
+                (dim for dim, mine in enumerate(own) if mine == step and shape[dim] >= size > 1),
+                None,
+            )
+            if dim is None or steps.setdefault(dim, there) != there:
+                return None
+            end[dim] = corner[dim] + size
+        corners.append((corner, box.offset_there))
+        ends.append(end)
+    if not parts:
+        return None
+    # Bounding box of all parts.
+    begin = tuple(map(min, zip(*(corner for corner, _ in corners), strict=True)))
+    size_of = tuple(
+        max(each) - low for each, low in zip(zip(*ends, strict=True), begin, strict=True)
+    )
+    places = {corner for corner, _ in corners}
+    if sum(math.prod(box.shape) for box in parts) != math.prod(size_of) or len(places) < len(parts):
+        return None
+    first, start = min(corners)
+    for corner, there in sorted(corners):
+        new = [dim for dim in range(len(shape)) if corner[dim] != first[dim] and dim not in steps]
+        if len(new) == 1:  # the order of corners brings up dimensions one at a time
+            rest = there - start - _reach(corner, first, steps)
+            steps[new[0]], odd = divmod(rest, corner[new[0]] - first[new[0]])
+            if odd:
+                return None
+        if new[1:] or there - start != _reach(corner, first, steps):
+            return None
+    # Stride 0 would map two elements to one place; negative ones are never needed.
+    if any(step < 1 for step in steps.values()):
+        return None
+    return PartPlace(
+        begin, size_of, start, tuple(steps.get(dim, own[dim]) for dim in range(len(shape)))
+    )
+
+
+def _index(offset: int, stride: Sequence[int]) -> tuple[int, ...]:
+    found = []
+    for step in stride:
+        index, offset = divmod(offset, step)
+        found.append(index)
+    return tuple(found)
+
+
+def _reach(corner: Sequence[int], first: Sequence[int], steps: dict[int, int]) -> int:
+    return sum((corner[dim] - first[dim]) * step for dim, step in steps.items())

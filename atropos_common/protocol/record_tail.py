@@ -1,8 +1,5 @@
-"""Reader of a growing file of records.
-
-It reads at most one bounded chunk per call, and never raises for a file's content, or for a
-missing, truncated or replaced file.
-"""
+"""Read growing files in bounded chunks. Never raises for content, or for a missing or replaced
+file."""
 
 from __future__ import annotations
 
@@ -17,25 +14,24 @@ from typing import BinaryIO
 from atropos_common.protocol.records import Record, RecordError, parse_line
 from atropos_common.system.files import cut_torn_line, next_data, open_regular
 
+# A few hundred records, some ten milliseconds of parsing.
 CHUNK_BYTES = 256 * 1024
-"""Bytes per call."""
 MAX_LINE_BYTES = 4 * 1024 * 1024
-"""Bytes; a longer line is counted and skipped."""
+"""Longer lines are counted and skipped."""
 LOOK_BACK_BYTES = 256 << 20
-"""Bytes at the end in which records are counted from the end."""
+"""Bytes in which records are counted from the end."""
 TAIL_BYTES = 1 << 20
-"""Bytes at the end in which the last complete record is searched."""
+"""Bytes in which the last complete record is searched."""
 
 
 @dataclass
 class FileSource:
-    """Read position in a file that may be missing, shrink, or be replaced."""
+    """Read position in a file that may shrink or be replaced."""
 
     path: Path
     offset: int = 0
     identity: tuple[int, int] | None = None
     restarts: int = 0
-    """Times that the file shrank or was replaced."""
 
     def read(self, limit: int) -> tuple[bytes, int, bool]:
         """Next bytes, the number of bytes left, and True if the file was replaced."""
@@ -60,8 +56,7 @@ class FileSource:
 
 
 def nth_from_end(path: Path, words: bytes, count: int) -> int:
-    """Byte at which the `count`-th last occurrence of `words` begins; 0 without a file. At most
-    `LOOK_BACK_BYTES` are searched."""
+    """Offset of the `count`-th last occurrence; else the start of the last `LOOK_BACK_BYTES`."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -85,7 +80,7 @@ def nth_from_end(path: Path, words: bytes, count: int) -> int:
 
 
 def whole_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Lines in bounded memory; those over `MAX_LINE_BYTES` are skipped."""
+    """Lines in bounded memory; oversized ones are skipped."""
     skipping = False
     while line := file.readline(MAX_LINE_BYTES):
         ends = line.endswith(b"\n")
@@ -98,22 +93,19 @@ def whole_lines(file: BinaryIO) -> Iterator[bytes]:
 
 @dataclass
 class RecordTail:
-    """Records of one JSONL file, each once. An unfinished line waits."""
+    """Records of one JSONL file, each once; an unfinished line waits."""
 
     path: Path
     bad_lines: int = 0
-    """Malformed or too long lines."""
+    """Malformed or oversized lines."""
     behind: int = 0
-    """Bytes known to be unread."""
+    """Unread bytes after the last call."""
     from_end: bool = False
-    """Skip the present content."""
+    """Skip the present content except its last `keep` bytes."""
     keep: int = 0
-    """Bytes of complete lines at the end to read anyway."""
     unread: bytes = b""
-    """Lines with these bytes are skipped up to `unread_before`: they are many, and old ones have
-    no reader."""
+    """Lines with these bytes are skipped up to offset `unread_before`."""
     unread_before: int = 0
-    """A chunk that reaches beyond this offset is read completely."""
     _partial: bytes = b""
     _skipping: bool = False
     _source: FileSource = field(init=False)
@@ -126,12 +118,11 @@ class RecordTail:
 
     @property
     def restarts(self) -> int:
-        """Times that the file was replaced; its records then come again from the first."""
+        """Times that the file shrank or was replaced; its records then come again."""
         return self._source.restarts
 
     def read(self, limit: int = CHUNK_BYTES) -> list[Record]:
-        """Records completed since the last call, from at most `limit` bytes; call again while
-        `behind`."""
+        """Records completed since the last call; call again while `behind`."""
         data, self.behind, anew = self._source.read(limit)
         if anew:
             self._partial, self._skipping, self.unread_before = b"", False, 0
@@ -154,7 +145,7 @@ class RecordTail:
         return self._parse(lines)
 
     def rest(self) -> Iterator[Record]:
-        """Every record completed since the last call."""
+        """Read until nothing is `behind`."""
         while True:
             yield from self.read()
             if not self.behind:
@@ -175,7 +166,7 @@ class RecordTail:
 
 
 def next_seq(path: Path) -> int:
-    """Next `seq` for a writer, after removing a torn last line. Creates the folder."""
+    """Next `seq` of a record file, after removing a torn last line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         return 0

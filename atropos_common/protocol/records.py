@@ -1,9 +1,8 @@
-"""Records of `telemetry.jsonl`, `supervisor.jsonl`, `gauges.jsonl` and `eval.NAME.jsonl`: one JSON
-object a line.
+"""Records of the run's JSONL files: one strict JSON object a line.
 
-Readers call `parse_line`. It accepts unknown fields and kinds of a newer writer, and raises
-`RecordError` for a line that is not a record. Every line is strict JSON: a missing value is `null`,
-a non-finite float is the string "NaN", "Infinity" or "-Infinity".
+`parse_line` accepts unknown fields and kinds of a newer writer. A missing value is JSON's null, a
+non-finite float one of the strings "NaN", "Infinity" and "-Infinity".
+
 """
 
 import json
@@ -22,7 +21,7 @@ SCHEMA_VERSION = 1
 
 
 class RecordError(ValueError):
-    """The line is not JSON, not an object, or lacks a field that its kind needs."""
+    pass
 
 
 # JSON has no literals for these values, and strict parsers refuse Python's `NaN`.
@@ -38,7 +37,7 @@ Number = Annotated[
     float,
     PlainSerializer(_encode_float, return_type=float | str, when_used="json"),
 ]
-"""Float that JSON carries even if it is not finite."""
+"""Float, finite or not."""
 
 
 # A recorded file may come from another machine, and its names go to the terminal as they are.
@@ -49,28 +48,26 @@ def _as_name(text: str) -> str:
 
 # Python's integers have no limit, but numpy and conversion to float have one.
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""Integer of 64 bits."""
 MAX_NAME = 64
 # Everything outside of printable ASCII, control sequences of a terminal included.
 _NO_NAME = re.compile("[^ -~]")
 Name = Annotated[str, AfterValidator(_as_name)]
-"""Name of a component, state or similar: printable ASCII, at most 64 characters; others are
-replaced or cut on reading."""
+"""Printable ASCII, at most 64 characters; others are replaced or cut on reading."""
 
 
 Severity = Literal["alarm", "warning", "advice"]
-"""Severity of a diagnosis. alarm: training is wrong or stands still; warning: something is broken;
-advice: it works, and could be better."""
+"""alarm: training is wrong or stands still; warning: something is broken; advice: it works, and
+could be better."""
 
 
 class Record(BaseModel):
-    """Fields of every line; a subclass adds the fields of its kind."""
+    """Fields of every line."""
 
     # Unknown fields stay in the record. `defer_build` saves start-up time: a process uses few
     # kinds.
     model_config = ConfigDict(extra="allow", frozen=True, defer_build=True)
     KIND: ClassVar[str] = ""
-    """Value of `kind`; empty in a base class of several kinds."""
+    """`kind`; empty in a base class."""
 
     v: int = SCHEMA_VERSION
     run_id: str = ""
@@ -87,7 +84,6 @@ class Record(BaseModel):
         cls.KIND = cls.model_fields["kind"].default
 
     def to_line(self) -> str:
-        """Return the record as one line of strict JSON, newline included."""
         return self.model_dump_json() + "\n"
 
 
@@ -163,12 +159,10 @@ class DiagnosisRecord(ComponentRecord):
 
 
 class TrainerRecord(Record):
-    """Record of the trainer."""
-
     attempt: int = 1
     rank: int = 0
     step: Whole = 0
-    """Optimizer step of this record, from 1."""
+    """Optimizer step, from 1."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +190,6 @@ class Metric:
 
 
 def metrics_of(kind: type[Record]) -> dict[str, Metric]:
-    """Return the metrics of a kind by field."""
     return {
         name: each
         for name, field in kind.model_fields.items()
@@ -206,7 +199,7 @@ def metrics_of(kind: type[Record]) -> dict[str, Metric]:
 
 
 def table_of(kind: type[Record]) -> str:
-    """Return the rows of docs/telemetry.md for the metrics of a kind."""
+    """Rows of docs/telemetry.md."""
     return "\n".join(f"| `{name}` | {each.doc} |" for name, each in metrics_of(kind).items())
 
 
@@ -453,18 +446,18 @@ ALIGNMENT_CAUSES = (
     OUTLIER,
     ROUNDING,
 )
-"""First words of `AlignmentRecord.cause`; a colon and the observation follow."""
+"""First words of `AlignmentRecord.cause`; the observation follows."""
 
 HEALTHY_RATIO = (0.8, 1.2)
 HEALTHY_CLIP_FRACTION = 0.3
+# Health limits of the guides: range of `ratio_mean`, upper limits of `clip_fraction` and of
+# `logprob_diff_abs_mean` in nats.
 HEALTHY_LOGPROB_DIFF = 0.1
-"""Health limits of the guides, for charts and diagnoses: range of `ratio_mean`, upper limits of
-`clip_fraction` and of `logprob_diff_abs_mean` (nats)."""
 
 
 class AlignmentRecord(TrainerRecord):
-    """Trainer logprobs against the engine's: `logprob_diff_*` over rollout tokens, policy lag
-    included; `probe_*` at the same weights on both sides."""
+    """Trainer logprobs against the engine's: over rollout tokens, policy lag included; `probe_*` at
+    the same weights."""
 
     kind: Literal["alignment"] = "alignment"
     logprob_diff_mean: Annotated[
@@ -494,7 +487,7 @@ class AlignmentRecord(TrainerRecord):
     probe_diff_abs_max: Number | None = None
     probe_tokens: int = 0
     probe_cached_tokens: int | None = None
-    """Prompt tokens that the engine took from its prefix cache; with 0 the cache was not tested."""
+    """Prompt tokens from the engine's prefix cache; 0: the cache was not tested."""
     routing_replayed: Annotated[
         Number | None,
         Metric(
@@ -508,8 +501,6 @@ class AlignmentRecord(TrainerRecord):
 
 
 class TimingRecord(TrainerRecord):
-    """Seconds of a step, by activity."""
-
     kind: Literal["timing"] = "timing"
     step_s: Annotated[Number, Metric("Of the whole step", "train/step_time", smooth=True)]
     data_wait_s: Annotated[Number, Metric("For a batch", "train/data_fetch_time", smooth=True)]
@@ -522,16 +513,15 @@ class TimingRecord(TrainerRecord):
     # FLOP utilization of the training part (`train_s`); None if the GPU's peak is unknown.
     mfu: Number | None = None
     engine_idle_fraction: Number | None = None
-    """Share of the time without a completion request at the engines, by the engines' own count."""
+    """Share of the time without a completion request."""
     engine_capacity_used: Number | None = None
-    """Generated tokens a second, divided by the most that the engines can make (0 to 1); None while
-    that is unknown."""
+    """Token rate over the engines' largest, 0 to 1."""
     accepted_tokens_per_s: Number | None = None
-    """Generated tokens that were trained on, a second of the step."""
+    """Trained tokens of completions, per second of the step."""
 
 
 class MemoryRecord(TrainerRecord):
-    """Memory of the trainer process, in bytes; GPU fields are None on a CPU machine."""
+    """Memory of the trainer process; GPU fields are None on a CPU."""
 
     kind: Literal["memory"] = "memory"
     allocated_bytes: int | None = None
@@ -541,32 +531,29 @@ class MemoryRecord(TrainerRecord):
 
 
 class RankUse(BaseModel):
-    """One rank's part in a step."""
-
     model_config = ConfigDict(extra="ignore", defer_build=True)
 
     rank: int
     gpu: str | None = None
-    """Index or UUID on its machine; None on a CPU."""
+    """Index or UUID; None on a CPU."""
     tokens: int = 0
-    """Tokens of its rows. All ranks run the model in step, so they wait for the longest rows."""
+    """Tokens of its rows; the ranks wait for the longest."""
     alone_s: Number
-    """Seconds of work outside of the collective passes: packing, the optimizer's update. The
-    slowest rank has the most."""
+    """Seconds outside of the collective passes; most for the slowest rank."""
     allocated_bytes: int | None = None
     peak_bytes: int | None = None
     rss_bytes: int | None = None
 
 
 class RanksRecord(TrainerRecord):
-    """Ranks of a trainer in one step, by rank; written only for several ranks."""
+    """Ranks of one step; written only for several."""
 
     kind: Literal["ranks"] = "ranks"
     ranks: list[RankUse]
 
 
 class SyncRecord(TrainerRecord):
-    """One publish of weights to the engine."""
+    """One publish of weights."""
 
     kind: Literal["sync"] = "sync"
     mode: str
@@ -575,15 +562,13 @@ class SyncRecord(TrainerRecord):
     # Seconds by phase, adding up to `seconds`; the names depend on the mode.
     phases: dict[str, Number] = Field(default_factory=dict)
     moved: bool = True
-    """The engine received this version. `none` and `lora_restart` load only some versions; the
-    others stay in the trainer."""
+    """The engine received this version; `none` and `lora_restart` load only some."""
     left_out: dict[str, str] = Field(default_factory=dict)
-    """Engines that the run continues without: address -> reason."""
+    """Engine address -> why the run continues without it."""
 
 
 class RolloutRecord(TrainerRecord):
-    """One completion of a batch; a few are written per step. The text comes from a model: escape it
-    before showing it."""
+    """One completion; a few are written per step. Escape its text before showing it."""
 
     kind: Literal["rollout"] = "rollout"
     env: str = ""
@@ -593,14 +578,12 @@ class RolloutRecord(TrainerRecord):
     advantage: Number
     policy_lag: Number | None = None
     group_size: int | None = None
-    """Completions of this prompt in the step's batch; some may not be written."""
+    """Completions of this prompt in the batch."""
     tokens: int | None = None
-    """Generated tokens, with the text that an environment put between its turns."""
+    """Generated tokens, and the environment's text between turns."""
 
 
 class CheckpointRecord(TrainerRecord):
-    """A written checkpoint."""
-
     kind: Literal["checkpoint"] = "checkpoint"
     path: str
     seconds: Number
@@ -608,7 +591,7 @@ class CheckpointRecord(TrainerRecord):
 
 
 class BenchmarkRecord(TrainerRecord):
-    """The guides' BENCHMARK SUMMARY as data, in seconds and bytes."""
+    """The guides' BENCHMARK SUMMARY as data."""
 
     kind: Literal["benchmark"] = "benchmark"
     mode: str
@@ -631,13 +614,13 @@ class BenchmarkRecord(TrainerRecord):
     tokens_per_s: Number
 
 
+# The first record of these kinds marks the first step of an attempt. A sync or checkpoint record
+# may carry the step of the checkpoint that it resumed from.
 OF_EACH_STEP = (StepRecord, AlignmentRecord, TimingRecord, MemoryRecord, RolloutRecord)
-"""Kinds whose first record marks the first step of an attempt. A sync or checkpoint record may
-still carry the step of the checkpoint that the attempt resumed from."""
 
 
 class EvalRecord(Record):
-    """Held-out accuracy; an environment writes it to its own `eval.NAME.jsonl`."""
+    """Held-out accuracy of an environment."""
 
     kind: Literal["eval"] = "eval"
     env: str
@@ -645,57 +628,82 @@ class EvalRecord(Record):
     accuracy: Number
     correct: int | None = None
     questions: int | None = None
-    """Number of questions; None if the environment reports only the share."""
+    """None if only the share is reported."""
     weight_version: Whole | None = None
     policy_step: Whole | None = None
-    """run-api's step (batches drained) at the start of the evaluation."""
+    """run-api's step at the start of the evaluation."""
+
+
+# Keys of `left_out` of an environment: recordings contain them, so they never change.
+REFUSED = "refused"
+UNSENDABLE = "unsendable"
+UNANSWERED = "unanswered"
+RETURNED_NONE = "none"
+FLAT = "flat"
+GROUP_SIZE = "group_size"
+TOO_LONG = "too_long"
+NOT_FINITE = "not_finite"
+SURPLUS = "surplus"
+
+_REASONS = {
+    REFUSED: "run-api refused it",
+    UNSENDABLE: "JSON cannot hold it",
+    UNANSWERED: "run-api did not answer",
+    # None is how an atroposlib environment gives a group up.
+    RETURNED_NONE: "the environment returned None in its place",
+    FLAT: "all scores equal",
+    GROUP_SIZE: "another number of completions than group_size",
+    TOO_LONG: "a sequence longer than the trainer takes",
+    NOT_FINITE: "a score that is not a finite number",
+    SURPLUS: "surplus: a spare group that was not needed",
+}
+"""Reason -> one line."""
+
+
+def reason_text(reason: str) -> str:
+    """The line for `reason`; an unknown reason is its own line."""
+    return _REASONS.get(reason, reason)
 
 
 class EnvCountsRecord(Record):
-    """Counts of an environment's groups since its start; in its own `eval.NAME.jsonl`."""
+    """Counts of an environment's groups since its start."""
 
     kind: Literal["env_counts"] = "env_counts"
     env: str
     policy_step: Whole | None = None
     requests: int | None = None
-    """Requests to engines through atroposlib's servers; requests of the environment's own clients
-    are not counted."""
+    """Requests through atroposlib's servers."""
     sent: int
     """Groups that run-api accepted."""
     left_out: dict[str, int] = {}
-    """Groups that did not reach run-api, by reason (`group_reasons.py`)."""
+    """Groups that did not reach run-api, by reason."""
     examples: dict[str, str] = {}
-    """Newest detail of each reason: the field that run-api refused, the type that JSON cannot
-    hold."""
+    """Newest detail of each reason."""
     failures: dict[str, int] = {}
-    """Groups whose rollout failed, by reason."""
+    """Failed rollouts, by reason."""
     evaluation_failures: dict[str, int] = {}
     """Evaluations that failed since the last success, by reason."""
     adjusted: dict[str, int] = {}
-    """Requests from which the engine removed a sampling option, by option."""
+    """Requests by sampling option that the engine removed."""
     workers: Number | None = None
-    """Groups in flight, mean since the previous record. This and the next five are None if
-    unknown."""
+    """Mean number of groups in flight since the previous record, as below."""
     max_workers: int | None = None
-    """Limit of groups in flight: `max_num_workers`."""
+    """Limit of groups in flight, `max_num_workers`."""
     waiting_for_slot: Number | None = None
-    """Finished groups that wait for a queue slot; mean since the previous record."""
+    """Finished groups without a queue slot."""
     in_engine: Number | None = None
-    """Completions that the environment waits for from its engines; mean since the previous
-    record."""
+    """Completions in flight at its engines."""
     queue_slots: int | None = None
-    """Limit of groups queued in run-api and in flight together: `max_batches_offpolicy` batches."""
+    """Limit of groups queued and in flight together."""
     free_slots: Number | None = None
-    """Queue slots without a group in flight; mean since the previous record."""
+    """Queue slots without a group in flight."""
     group_size: int | None = None
-    """Completions in a group."""
     awaited: float | None = None
-    """Share of the time in which a batch waited for groups of this environment; None if it is the
-    only one in the queue."""
+    """Share of the time in which a batch waited for this environment; None if alone."""
 
 
 class EnvMetricsRecord(Record):
-    """All numbers that an environment logs, with or without wandb; in its own `eval.NAME.jsonl`."""
+    """Numbers that an environment logs, with or without wandb."""
 
     kind: Literal["env_metrics"] = "env_metrics"
     env: str
@@ -709,31 +717,26 @@ Count = Annotated[int, Field(ge=0, le=2**60)]
 
 
 class Figures(BaseModel):
-    """Part of a `GaugesRecord`; None means unknown."""
+    """Part of `GaugesRecord`; None: unknown."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
 
 
 class EngineGauges(Figures):
-    """Sample of an engine's metrics."""
-
     running: Amount | None = None
-    """Requests in the current batch."""
     waiting: Amount | None = None
     kv_use: Amount | None = None
-    """Share of the KV cache in use, 0 to 1; mean over the engines behind one port."""
+    """Share of the KV cache, 0 to 1."""
     # Counters since the engine started; readers take differences of two samples.
     prefix_queries: Amount | None = None
     prefix_hits: Amount | None = None
     prompt_tokens: Amount | None = None
     generated_tokens: Amount | None = None
     weight_version: Amount | None = None
-    """Version of the weights that answer."""
 
 
 class HostUse(Figures):
-    """Use of the whole machine, or of the container if it has its own limits; memory in bytes, CPU
-    in percent of all cores."""
+    """Use of the machine, or of a container with limits; CPU in percent of all cores."""
 
     cpu_percent: Amount | None = None
     cores: Amount | None = None
@@ -742,8 +745,7 @@ class HostUse(Figures):
 
 
 class ComponentUse(Figures):
-    """Use of one component; CPU in percent of one core, memory in bytes, as in
-    `control.ComponentStatus`."""
+    """CPU in percent of one core."""
 
     cpu_percent: Amount | None = None
     memory_bytes: Count | None = None
@@ -751,33 +753,29 @@ class ComponentUse(Figures):
 
 
 class EnvFlow(Figures):
-    """Throughput of one environment and the waits around it, over the last seconds
-    (`diagnoses.flow.FlowWatch`)."""
+    """Throughput and waits of one environment, over the last seconds."""
 
     engine: str
-    """Name of its engine component."""
+    """Engine component."""
     workers: str | None = None
-    """`max_num_workers` of its command."""
     made: Count = 0
-    """Groups finished in `counted_s` seconds, and the flat groups among them."""
+    """Groups finished in `counted_s`, and the flat ones."""
     flat: Count = 0
     counted_s: Amount = 0.0
     waiting: Amount | None = None
-    """Share of the time in which the trainer had no batch. This and the next three are None until
-    enough is measured."""
+    """Share of the time in which the trainer had no batch."""
     idle: Amount | None = None
     """Share of the time in which its engine had no request."""
     running: Amount | None = None
-    """Sequences that the engine computes now, and the most that it computes at a time."""
+    """Sequences computed now, and at most."""
     slots: Amount | None = None
     queued: Amount | None = None
-    """Sequences that wait in the engine for a slot."""
+    """Sequences that wait for a slot."""
     tokens_per_s: Amount | None = None
-    """Tokens a second that its engines generate."""
     capacity_used: Amount | None = None
-    """Share of the engines' largest token rate; None while that is unknown."""
+    """Share of the engines' largest token rate."""
+    # From here on as in `EnvCountsRecord`.
     busy_workers: Amount | None = None
-    """From here on as in `EnvCountsRecord`."""
     max_workers: Count | None = None
     waiting_for_slot: Amount | None = None
     in_engine: Amount | None = None
@@ -788,8 +786,7 @@ class EnvFlow(Figures):
 
 
 class GaugesRecord(Record):
-    """Load of machine, components, engines and run-api; in `gauges.jsonl`, which is thinned as it
-    grows."""
+    """Load of machine, components and engines; thinned as the file grows."""
 
     kind: Literal["gauges"] = "gauges"
     components: dict[Name, ComponentUse] = {}
@@ -797,11 +794,10 @@ class GaugesRecord(Record):
     gpus: list[GpuStatus] = []
     host: HostUse = Field(default_factory=HostUse)
     queue: Count | None = None
-    """Groups that wait in run-api for the trainer; None without an answer."""
+    """Groups queued in run-api."""
     disk_free_bytes: Count | None = None
-    """Free space of the disk that holds the run directory."""
+    """Free on the run directory's disk."""
     disk_bytes: int | None = None
-    """Size of that disk."""
     flows: dict[Name, EnvFlow] = {}
     """Figures by environment."""
 
@@ -815,7 +811,6 @@ def _concrete(root: type[Record]) -> list[type[Record]]:
 
 
 RECORD_TYPES: dict[str, type[Record]] = {cls.KIND: cls for cls in _concrete(Record)}
-"""Record classes of this version, by `kind`."""
 
 
 def _is_number(annotation: Any) -> bool:
@@ -836,10 +831,9 @@ METRIC_KINDS: dict[str, type[TrainerRecord]] = {
     and not name.startswith("optimizer")
     and _is_number(field.annotation)
 }
-"""Metric name -> record class, for every number of a step. If two classes share a name,
-`StepRecord` wins."""
+"""Metric name -> record class, for every number of a step."""
 HELD_OUT_METRIC = "eval/"
-"""Prefix of held-out accuracies: `eval/SPLIT` over all environments, `eval/ENV/SPLIT` for one."""
+"""`eval/SPLIT` over all environments, `eval/ENV/SPLIT` for one."""
 
 
 # Our writers put `kind` in every line; a regular expression finds it without decoding the JSON.
@@ -847,8 +841,7 @@ _KIND = re.compile(rb'"kind": ?"(\w+)"')
 
 
 def _parsed_at_once(line: bytes) -> Record | None:
-    """Parse an ordinary line in one pass, in half the time; return None if it needs the slow
-    path."""
+    # One pass takes half the time; None: take the slow path.
     named = _KIND.search(line)
     if named is None:
         return None
@@ -862,11 +855,11 @@ def _parsed_at_once(line: bytes) -> Record | None:
 
 
 def parse_line(line: str | bytes) -> Record:
-    """Return one line as its typed record; a kind that this version does not know becomes a plain
-    `Record`.
+    """Return one line as its typed record, an unknown kind as a plain `Record`.
 
     Raises:
-        RecordError: the line is not a JSON object, or lacks a field that its kind needs.
+        RecordError: not a JSON object, or a field is missing.
+
     """
     # The slow path also gives the exact error, and handles `kind` inside of other text.
     if isinstance(line, bytes) and (record := _parsed_at_once(line)) is not None:

@@ -1,8 +1,6 @@
 """Stages of our own programs: records in `RUN/stages.COMPONENT.jsonl`, which the supervisor reads.
 
-A program calls `reach` at each named point of its start-up; printed lines are for people. The file
-lies in the run directory, which every node of a stack shares, so it works behind each launcher. A
-program that runs alone, without a supervisor, writes nothing.
+The run directory is shared by all nodes, so this works behind each launcher.
 """
 
 from __future__ import annotations
@@ -23,22 +21,20 @@ from atropos_common.system.run_dir import (
 )
 
 ATTACHED = "attached"
-"""A trainer has its model, its rollouts and its engines: healthy."""
+"""A trainer has model, rollouts and engines."""
 REGISTERED = "registered"
-"""run-api has accepted the registration of a trainer or an environment."""
+"""run-api accepted a trainer or an environment."""
 SET_UP = "its setup"
-"""An environment has done its `setup`."""
 FIRST_BATCH = "first batch"
-"""A trainer has its first batch."""
 READY = "its first answer"
-"""An inference server, or its part on another node, is ready to serve."""
+"""An inference server, or its part on another node, can serve."""
+# Seconds between attempts to write to a full disk.
 RETRY_S = 1.0
-"""Seconds between attempts to write a record that a full disk refuses."""
 
 
 def reach(stage: str) -> None:
-    """Record that this program has reached `stage`, again at each call; a full disk is retried in
-    the background."""
+    """Record that this program has reached `stage`; a program without a supervisor records
+    nothing."""
     run, component = RunDir.from_env(), os.environ.get(ENV_COMPONENT, "")
     if run is None or not is_safe_name(component):
         return
@@ -57,7 +53,6 @@ def reach(stage: str) -> None:
 
 
 def _append(path: Path, line: bytes) -> bool:
-    """Append a whole line, or nothing."""
     try:
         # O_NOFOLLOW: the run directory may be a recording from elsewhere.
         descriptor = os.open(

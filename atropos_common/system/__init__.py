@@ -1,1 +1,1 @@
-"""Files, the run directory, and the life of child processes."""
+"""Files, the run directory, child processes."""

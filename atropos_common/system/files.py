@@ -1,5 +1,4 @@
-"""Files with concurrent readers: private, and replaced as a whole, so that a reader sees the old or
-the new content."""
+"""Private files that are replaced as a whole, and safe ways to read them."""
 
 from __future__ import annotations
 
@@ -15,23 +14,20 @@ from pathlib import Path
 from typing import BinaryIO
 
 LARGEST = 64 * 1024 * 1024
-"""Limit in bytes of a file that is read as a whole; a plan for 64 machines has a hundredth of
-it."""
+"""Bytes of a file that is read as a whole; a plan for 64 machines has a hundredth."""
 IN_LOGS = 3
-"""`unlinked` of `RUN/logs/COMPONENT/ATTEMPT.log`."""
 
 
 def open_regular(path: Path, unlinked: int = 1) -> BinaryIO:
-    """Open a regular file for reading.
+    """Open for reading.
 
     Args:
-        unlinked: how many of the last parts of `path` may not be symbolic links; 0 follows every
-            link. 1 suits a file that lies in a run directory, `IN_LOGS` a log: a recording must not
-            lead a reader to other files.
+        unlinked: number of last parts of `path` that may not be symbolic links. 1 suits a file
+            in a run directory, `IN_LOGS` a log: a recording must not lead a reader to other
+            files.
 
     Raises:
-        OSError: it does not exist, is reached by such a link, or is no regular file (a pipe would
-            block for ever).
+        OSError: missing, reached by such a link, or no regular file.
     """
     # O_NONBLOCK: opening a pipe without a writer would otherwise wait for ever.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
@@ -49,7 +45,6 @@ def open_regular(path: Path, unlinked: int = 1) -> BinaryIO:
 
 @contextmanager
 def _opened_folder(path: Path, unlinked: int) -> Iterator[int]:
-    """Descriptor of a folder; its last `unlinked` parts may not be symbolic links."""
     at = os.open(path.parents[unlinked - 1], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for name in path.parts[-unlinked:]:
@@ -65,8 +60,8 @@ def _opened_folder(path: Path, unlinked: int) -> Iterator[int]:
 
 
 def names_in(folder: Path, unlinked: int = 1, *, folders: bool = False) -> list[str]:
-    """Sorted names of the regular files in a folder, or of its folders; links are left out. Empty
-    if the folder does not exist or is reached by a link (`unlinked` as in `open_regular`)."""
+    """Sorted names of regular files, or of folders; links are left out. Empty if there is no such
+    folder."""
     try:
         with _opened_folder(folder, unlinked) as descriptor, os.scandir(descriptor) as entries:
             is_wanted = os.DirEntry.is_dir if folders else os.DirEntry.is_file
@@ -78,11 +73,7 @@ def names_in(folder: Path, unlinked: int = 1, *, folders: bool = False) -> list[
 
 
 def next_data(descriptor: int, offset: int) -> int:
-    """First offset from `offset` on that is not in a hole of the file; the file's size if there is
-    none.
-
-    A sparse file of any size takes no room in an archive; a reader skips its holes.
-    """
+    """Skip a hole: the first offset with data, or the file's size."""
     position = os.lseek(descriptor, 0, os.SEEK_CUR)
     try:
         return os.lseek(descriptor, offset, os.SEEK_DATA)
@@ -93,11 +84,11 @@ def next_data(descriptor: int, offset: int) -> int:
 
 
 def read_regular(path: Path, unlinked: int = 1) -> str:
-    """The text of `path`, UTF-8; `unlinked` as in `open_regular`.
+    """Read UTF-8 text.
 
     Raises:
-        OSError: it cannot be opened so, or is larger than `LARGEST`.
-        UnicodeDecodeError: it holds no text.
+        OSError: cannot be opened by `open_regular`, or is larger than `LARGEST`.
+        UnicodeDecodeError: no text.
     """
     with open_regular(path, unlinked) as file:
         if os.fstat(file.fileno()).st_size > LARGEST:
@@ -106,12 +97,7 @@ def read_regular(path: Path, unlinked: int = 1) -> str:
 
 
 def cut_torn_line(descriptor: int) -> int:
-    """Truncate a file open for writing after its last newline: its writer died in the middle of a
-    line.
-
-    Returns:
-        The number of bytes removed.
-    """
+    """Remove a last line without a newline, whose writer died; return its bytes."""
     size = os.fstat(descriptor).st_size
     end = size
     while end > 0:
@@ -128,8 +114,7 @@ def cut_torn_line(descriptor: int) -> int:
 
 
 def is_own(path: Path) -> bool:
-    """Return True if `path` belongs to this user, is not a link, and only this user can write to
-    it, so that its content can be trusted."""
+    """True if only this user can write to `path`, and it is no link."""
     try:
         info = path.lstat()
     except OSError:
@@ -141,7 +126,7 @@ def is_own(path: Path) -> bool:
 
 
 def is_private(folder: Path) -> bool:
-    """Return True if this is a folder of this user, not a link, and closed to all others."""
+    """True for a folder of this user, not a link, closed to all others."""
     try:
         info = folder.lstat()
     except OSError:
@@ -196,8 +181,8 @@ def made_aside(output: Path) -> Iterator[Path]:
 
 
 def scratch_below(env: Mapping[str, str], name: str) -> tuple[Path, dict[str, str]]:
-    """A temporary folder `name` on this machine, and `env` that points to it. torch's compile cache
-    stays outside, so that it survives."""
+    """A temporary folder, and `env` that points to it. torch's compile cache stays outside, so that
+    it survives."""
     around = Path(env.get("TMPDIR") or tempfile.gettempdir())
     compiled = around / f"torchinductor_{env.get('USER') or os.getuid()}"
     with contextlib.suppress(OSError):

@@ -1,12 +1,11 @@
-"""A child that dies with its parent, even after SIGKILL. Standard library only, and importable by
-path.
+"""A child that dies with its parent, even after SIGKILL. Standard library only.
 
     die_with_parent(os.getppid())                                   # in the child
-    python -I -S parent_death.py PARENT_PID GROUP COMMAND [ARG...]  # GROUP: cgroup v2 folder or ""
+    python -I -S parent_death.py PARENT_PID GROUP COMMAND [ARG...]  # GROUP: cgroup v2 folder or
+        ""
 
 The kernel's signal has to be armed in the child, after the fork; `preexec_fn` is unsafe beside
-threads. So this program arms the signal, joins the control group and becomes COMMAND. It imports no
-package and takes about 15 ms. Exit codes are the shell's: 127 not found, 126 not executable.
+threads. Exit codes are the shell's: 127 not found, 126 not executable.
 """
 
 from __future__ import annotations
@@ -28,20 +27,19 @@ _RESET = (
 
 
 def die_with_parent(parent: int) -> bool:
-    """Ask the kernel to kill this process when the thread that forked it dies; return False if
-    `parent` is dead already."""
+    """Let the kernel kill this process with its parent thread; False if `parent` is dead
+    already."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     return os.getppid() == parent
 
 
 def with_parent(command: list[str], group: str = "") -> list[str]:
-    """Command line that runs `command` as a child which dies with this process."""
+    """Command line of a child that dies with this process."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), group, *command]
 
 
 def become(parent: int, group: str, command: list[str], env: dict[str, str]) -> int:
-    """Execute `command` as a child that dies with `parent`; return only on failure, with the exit
-    code."""
+    """Execute `command`; return only on failure, with the exit code."""
     if not die_with_parent(parent):
         return 1
     _join(group)
@@ -61,8 +59,7 @@ def become(parent: int, group: str, command: list[str], env: dict[str, str]) -> 
 
 
 def _join(group: str) -> None:
-    """Join the control group. A failure costs one means of finding the process, not the
-    component."""
+    # A failure costs one means of finding the process, not the component.
     if group:
         try:
             with open(f"{group}/cgroup.procs", "w") as file:  # noqa: PTH123

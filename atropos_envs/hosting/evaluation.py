@@ -15,9 +15,15 @@ from typing import Any, TypeVar
 import numpy as np
 from openai import APIStatusError
 
-from atropos_common.protocol.group_reasons import SURPLUS, in_words
 from atropos_common.protocol.record_tail import next_seq
-from atropos_common.protocol.records import EnvCountsRecord, EnvMetricsRecord, EvalRecord, Record
+from atropos_common.protocol.records import (
+    SURPLUS,
+    EnvCountsRecord,
+    EnvMetricsRecord,
+    EvalRecord,
+    Record,
+    reason_text,
+)
 from atropos_common.system.run_dir import ENV_COMPONENT, ENV_RUN_ID, RunDir
 from atropos_envs.hosting.groups import why_left_out
 
@@ -140,7 +146,7 @@ class Tally:
         self.sent = 0
         """Groups that run-api accepted."""
         self.left_out: Counter[str] = Counter()
-        """Groups that did not reach run-api, by reason."""
+        """Groups that did not reach run-api, by reason (`records.py`)."""
         self.examples: dict[str, str] = {}
         """Newest detail of each reason."""
         self.failures: Counter[str] = Counter()
@@ -181,7 +187,7 @@ class Tally:
         """Count a group that does not reach run-api.
 
         Args:
-            reason: one of `group_reasons.py`.
+            reason: one of `records.py`.
             words: detail of this group; logged once for each `kind`.
             kind: subject of `words`.
         """
@@ -192,7 +198,7 @@ class Tally:
         if (reason, kind or words) not in self._kinds:
             self._kinds.add((reason, kind or words))
             self.urgent = True
-            known = in_words(reason)
+            known = reason_text(reason)
             log.warning("a group is left out (%s): %s. Later ones are only counted", known, words)
 
     def accepted(self) -> None:
@@ -220,7 +226,7 @@ class Tally:
             parts.append(f"mean score {sum(self._scores) / count:.3f} over the last {count}")
             self._scores = []
         for reason, count in self.left_out.most_common():
-            parts.append(f"{count} left out ({in_words(reason)})")
+            parts.append(f"{count} left out ({reason_text(reason)})")
         for reason, count in self.failures.most_common(3):
             parts.append(f"{count} failed ({reason})")
         for reason, count in self.evaluation_failures.most_common(1):

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from atropos_common.protocol.group_reasons import FLAT, GROUP_SIZE, NONE, NOT_FINITE, TOO_LONG
+from atropos_common.protocol.records import FLAT, GROUP_SIZE, NOT_FINITE, RETURNED_NONE, TOO_LONG
 
 Group = dict[str, Any]
 Read = Callable[[Any, str], Any]
@@ -61,7 +61,7 @@ def why_left_out(group: Any, config: Any, max_token_len: int) -> str | None:
     """Return why a converted group is not sent, None if it is."""
     # BaseEnv's rules, and finite scores.
     if not isinstance(group, dict):
-        return NONE
+        return RETURNED_NONE
     if not all(math.isfinite(score) for score in group.get("scores", [])):
         return NOT_FINITE
     overrides = group.get("group_overrides") or {}

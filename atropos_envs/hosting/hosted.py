@@ -18,10 +18,10 @@ from atroposlib.envs.base import BaseEnv
 from tenacity import RetryError
 
 from atropos_common.net.http import DOOR_USER
-from atropos_common.protocol.group_reasons import (
+from atropos_common.protocol.records import (
     FLAT,
-    NONE,
     REFUSED,
+    RETURNED_NONE,
     SURPLUS,
     UNANSWERED,
     UNSENDABLE,
@@ -221,7 +221,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             return None, []
         self._failed_in_row = 0
         if not groups and not items:  # further items: a step towards a group, not a failure
-            self.tally.leave_out(NONE, "collect_trajectories returned no group")
+            self.tally.leave_out(RETURNED_NONE, "collect_trajectories returned no group")
         return groups, items
 
     # Without this a group that always fails, such as a refused request, is tried a hundred times a
@@ -243,7 +243,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             self.tally.failed(error)
             return None
         if groups is None:
-            self.tally.leave_out(NONE, "postprocess_histories returned no group")
+            self.tally.leave_out(RETURNED_NONE, "postprocess_histories returned no group")
         return groups
 
     async def handle_send_to_api(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from atropos_common.broadcast.transfer import is_loopback, is_wildcard
+from atropos_common.net.ports import is_loopback, is_wildcard
 from atropos_tui.cluster.machines import foreseen
 from atropos_tui.errors import Problem
 from atropos_tui.profile.budget.memory import VLLM_FRACTION

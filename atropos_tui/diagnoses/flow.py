@@ -18,8 +18,7 @@ from atropos_common.protocol.bridge import (
     METRIC_SLOTS,
 )
 from atropos_common.protocol.control import Role, State
-from atropos_common.protocol.group_reasons import FLAT
-from atropos_common.protocol.records import EnvCountsRecord, StepRecord, TimingRecord
+from atropos_common.protocol.records import FLAT, EnvCountsRecord, StepRecord, TimingRecord
 from atropos_common.protocol.stages import FIRST_BATCH, REGISTERED
 from atropos_tui.diagnoses.questions import asking, fetch_page
 from atropos_tui.diagnoses.stall_rules import RUNS, Flow, Part, asked_engines

@@ -6,17 +6,17 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from atropos_common.protocol.group_reasons import (
+from atropos_common.protocol.records import (
     FLAT,
     GROUP_SIZE,
-    NONE,
     NOT_FINITE,
     REFUSED,
+    RETURNED_NONE,
     SURPLUS,
     TOO_LONG,
     UNANSWERED,
     UNSENDABLE,
-    in_words,
+    reason_text,
 )
 from atropos_tui.diagnoses.metric_rules import GROUPS_ALL_FLAT, LOOK_AT_ROLLOUTS, NEARLY_ALL
 from atropos_tui.diagnoses.model import Diagnosis, Ends, Layer, Rule, shortened
@@ -45,9 +45,8 @@ REFUSALS = ("EngineRefused", "BadRequestError", "ClientResponseError")
 """Request errors that the rule `rollouts_refused` explains."""
 
 LEFT_OUT_FIXES = {
-    NONE: "return the group with its scores instead of None in collect_trajectories: flat groups "
-    "are counted "
-    "and replaced. If it is None for another reason, print that reason there",
+    RETURNED_NONE: "return the group with its scores instead of None in collect_trajectories: flat "
+    "groups are counted and replaced. If it is None for another reason, print that reason there",
     GROUP_SIZE: "make env.group_size completions for each group, or change env.group_size under "
     "[env.args]",
     TOO_LONG: "set env.max_token_length under [env.args] below [trainer] seq_len",
@@ -76,7 +75,7 @@ def refused(env: str, flow: Flow) -> Judgement:
     if not reasons:
         return None
     words = "; ".join(
-        f"{count} times {in_words(why)} ({flow.examples.get(why, '')})" for why, count in reasons
+        f"{count} times {reason_text(why)} ({flow.examples.get(why, '')})" for why, count in reasons
     )
     return (
         f"groups of {env} do not reach run-api",
@@ -111,7 +110,9 @@ def left_out(env: str, flow: Flow) -> Judgement:
     others = _others(out)
     if made < MANY or out.total() < NEARLY_ALL * made or not others:
         return None
-    reasons = ", ".join(f"{count} times {in_words(reason)}" for reason, count in out.most_common(3))
+    reasons = ", ".join(
+        f"{count} times {reason_text(reason)}" for reason, count in out.most_common(3)
+    )
     return (
         f"the groups of {env} are left out",
         f"{out.total()} of the newest {made}: {reasons}",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from atropos_common.protocol.control import Role, State
-from atropos_common.protocol.group_reasons import FLAT
+from atropos_common.protocol.records import FLAT
 from atropos_common.system.run_dir import ENV_ENGINE_URLS
 from atropos_tui.diagnoses.model import USUAL, Diagnosis, Ends, Layer, Names, Rule, shortened
 from atropos_tui.profile.spec import ComponentSpec, StackSpec

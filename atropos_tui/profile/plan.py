@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from atropos_common.broadcast.transfer import is_loopback
+from atropos_common.net.ports import is_loopback
 from atropos_common.protocol import stages
 from atropos_common.protocol.bridge import (
     ENV_OPEN_GENERATION,

@@ -25,7 +25,7 @@ import pytest
 from starlette.types import Message, Scope
 
 from atropos_api.auth import Settings
-from atropos_common.net import connections, peer
+from atropos_common.net import connections
 from atropos_common.net.body import BodyError, Gunzip, read_body
 from atropos_common.protocol.bridge import TOKEN_HEADER
 from atropos_tui.profile.plan import build_stack
@@ -260,8 +260,8 @@ def test_real_bodies_arrive_as_they_were_sent(port: int) -> None:
 
 
 def test_the_kernel_and_its_list_tell_the_same_owner() -> None:
-    asked = peer.way()
-    assert asked != peer.listed, "sock_diag works here"
+    asked = connections.uid_lookup()
+    assert asked != connections.uid_in_proc, "sock_diag works here"
     for listening, called in (
         ("127.0.0.1", "127.0.0.1"),
         ("::1", "::1"),
@@ -278,10 +278,10 @@ def test_the_kernel_and_its_list_tell_the_same_owner() -> None:
             accepted, address = server.accept()
             with accepted:
                 ends = address[:2], accepted.getsockname()[:2]
-                assert asked(*ends) == peer.listed(*ends) == os.geteuid()
+                assert asked(*ends) == connections.uid_in_proc(*ends) == os.geteuid()
                 client.close()
-                for look in (asked, peer.listed):
-                    with pytest.raises(peer.UnknownPeerError):
+                for look in (asked, connections.uid_in_proc):
+                    with pytest.raises(connections.UnknownPeerError):
                         look(*ends)
 
 
@@ -291,8 +291,8 @@ def test_a_listener_is_nobody_s_other_end() -> None:
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_server(("127.0.0.1", 0)) as other,
     ):
-        for look in (peer.way(), peer.listed):
-            with pytest.raises(peer.UnknownPeerError):
+        for look in (connections.uid_lookup(), connections.uid_in_proc):
+            with pytest.raises(connections.UnknownPeerError):
                 look(other.getsockname(), server.getsockname())
 
 

@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from atropos_common.broadcast.group import first_line
 from atropos_common.models.model_math import OWN_ATTENTION, Dimensions, method_of, why_refused
-from atropos_common.protocol.manifest import Shard, TensorView
-from atropos_common.protocol.strided import Box, joined
+from atropos_common.protocol.manifest import Box, Shard, TensorView, joined
 from trainer_core.errors import UsageError
 from trainer_core.policy.attention import register
 

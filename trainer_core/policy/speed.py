@@ -23,8 +23,6 @@ SMALL_MODEL = 50_000_000
 """Parameters below which parallel rows are faster than threads within an operation."""
 MOST_THREADS = 8
 """Limit of threads."""
-LARGE_MODEL = 100_000_000
-"""Parameters from which compilation pays off within a short run."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Item = TypeVar("Item")
@@ -125,7 +123,7 @@ def compiled_on_cuda(function: Function) -> Function:
 
 
 def compiles(model: nn.Module, mode: str, device: torch.device) -> bool:
-    large = sum(p.numel() for p in model.parameters()) >= LARGE_MODEL
+    large = sum(p.numel() for p in model.parameters()) >= model_math.LARGE_MODEL
     return mode == "on" or (mode == "auto" and device.type == "cuda" and large)
 
 

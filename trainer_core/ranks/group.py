@@ -26,7 +26,7 @@ from atropos_common.broadcast.group import (
     first_line,
     prove,
 )
-from atropos_common.net.node import interface_of
+from atropos_common.net.ports import interface_of
 from atropos_common.system.files import write_private
 from atropos_common.system.parent_death import die_with_parent
 from trainer_core.errors import RankGone, Stopped, TrainerError, UsageError

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import psutil
 
-from atropos_common.net.node import NoSuchAddress, address_here
+from atropos_common.net.ports import NoSuchAddress, address_here
 from atropos_common.system.files import is_private, write_private
 from atropos_common.system.run_dir import ENV_RANKS_DIR
 from trainer_core.errors import UsageError

@@ -35,6 +35,7 @@ from atropos_common.system.run_dir import (
     ENV_CONTROL_SOCKET,
     ENV_HELD_PORT,
     ENV_HOLD_GENERATION,
+    ENV_LOGDIR,
     ENV_TOKEN,
 )
 from trainer_core.config import TrainingConfig
@@ -355,7 +356,7 @@ class ServerChild:
     def _environment(self) -> dict[str, str]:
         # The same variables at every start, because they are part of vLLM's compile cache key.
         held = {ENV_HELD_PORT: str(self.config.vllm_port), ENV_HOLD_GENERATION: "1"}
-        env = self._inherited | held | {"LOGDIR": str(self.log.with_name("vllm-bridge"))}
+        env = self._inherited | held | {ENV_LOGDIR: str(self.log.with_name("vllm-bridge"))}
         # An inherited path would override LOGDIR.
         env.pop("VLLM_BRIDGE_CONFIG_PATH", None)
         if self.config.vllm_gpu is not None:

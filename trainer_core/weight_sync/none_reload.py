@@ -17,6 +17,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 
 from atropos_common.protocol.bridge import BridgeInfo, LoadWeightsRequest
+from atropos_common.system.run_dir import ENV_WEIGHT_UPDATES
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineGone, UsageError
 from trainer_core.policy.load import dtype_of, load_config
@@ -27,8 +28,6 @@ from trainer_core.weight_sync.base import FIRST_PAUSE_S, Phases, Start, WeightSy
 from trainer_core.weight_sync.lora import LoraSwap
 
 LONGEST_PAUSE_S = 5.0
-TAKES_WEIGHTS = "ATROPOS_WEIGHT_UPDATES"
-"""Environment variable that enables weight updates in the server."""
 
 
 class Backoff:
@@ -60,7 +59,7 @@ class Reload(WrittenWeights):
         super().__init__(config, device, stop, "weights")
         self._backoff = Backoff()
         if not config.vllm_urls:
-            self.lifecycle = make_lifecycle(config, stop, env={TAKES_WEIGHTS: "1"})
+            self.lifecycle = make_lifecycle(config, stop, env={ENV_WEIGHT_UPDATES: "1"})
         self._given: Path | None = None  # folder that servers loaded last
         self._loaded: dict[str, float] = {}  # seconds by phase, as servers reported
 

@@ -35,11 +35,11 @@ from atropos_common.broadcast.transfer import (
     SentTensor,
     TransferInit,
     chunks,
-    is_wildcard,
     meeting_place,
     place,
 )
-from atropos_common.protocol.strided import contiguous
+from atropos_common.net.ports import is_wildcard
+from atropos_common.protocol.manifest import contiguous
 from trainer_core.errors import UsageError
 from trainer_core.policy.load import Spot, checkpoint_layout, view_of
 from trainer_core.policy.sharding import local, row_bounds

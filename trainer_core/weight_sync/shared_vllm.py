@@ -29,7 +29,7 @@ from atropos_common.protocol.manifest import (
     TensorEntry,
     read_manifest,
 )
-from atropos_common.system.run_dir import ENV_TOKEN, MANIFEST_NAME, RunDir
+from atropos_common.system.run_dir import ENV_LOGDIR, ENV_TOKEN, MANIFEST_NAME, RunDir
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.policy.load import (
@@ -297,8 +297,8 @@ def manifest_path(config: TrainingConfig) -> Path:
         return Path(config.vllm_config_path)
     if os.environ.get("VLLM_BRIDGE_CONFIG_PATH"):
         return Path(os.environ["VLLM_BRIDGE_CONFIG_PATH"])
-    if os.environ.get("LOGDIR"):
-        return Path(os.environ["LOGDIR"]) / MANIFEST_NAME
+    if os.environ.get(ENV_LOGDIR):
+        return Path(os.environ[ENV_LOGDIR]) / MANIFEST_NAME
     run_dir = RunDir.from_env()
     return run_dir.manifest("vllm") if run_dir else Path(MANIFEST_NAME)
 

@@ -12,8 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from atropos_common.broadcast.transfer import Chunk
-from atropos_common.protocol.manifest import TensorView
-from atropos_common.protocol.strided import Box, joined_part
+from atropos_common.protocol.manifest import Box, TensorView, joined_part
 
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Destinations in the model's parameters, and their sources in the given tensors."""

@@ -20,8 +20,7 @@ from torch.nn.functional import linear
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from atropos_common.protocol.manifest import CudaIpc, Shard, TensorEntry, TensorView
-from atropos_common.protocol.strided import extent
+from atropos_common.protocol.manifest import CudaIpc, Shard, TensorEntry, TensorView, extent
 from vllm_server.config import ENV_SHM_PATH, ENV_START_WEIGHTS
 from vllm_server.weights.copy_recorder import CopyRecorder, Named
 

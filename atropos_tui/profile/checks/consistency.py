@@ -13,7 +13,7 @@ from math import gcd, lcm
 from typing import Any
 from urllib.parse import urlsplit
 
-from atropos_common.broadcast.transfer import is_loopback, is_wildcard
+from atropos_common.net.ports import is_loopback, is_wildcard
 from atropos_common.protocol.bridge import LORA_RANKS, ROUTING_FLAG, server_rank
 from atropos_tui.cluster.checks import check_nodes, crowded, unused_gpus
 from atropos_tui.errors import Problem

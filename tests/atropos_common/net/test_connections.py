@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from atropos_common.net import connections, peer
+from atropos_common.net import connections
 from atropos_common.net.body import BodyError, read_body
 from atropos_common.net.connections import ConnectionLimits, connection_of
 from atropos_common.net.http import door_key
@@ -109,10 +109,10 @@ def test_another_machine_cannot_hold_every_descriptor() -> None:
 def foreign(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every connection is of an unknown peer, as one of another machine is; deadlines are short."""
 
-    def unknown(client: peer.Address, server: peer.Address) -> int:
-        raise peer.UnknownPeerError
+    def unknown(client: connections.Address, server: connections.Address) -> int:
+        raise connections.UnknownPeerError
 
-    monkeypatch.setattr(peer, "way", lambda: unknown)
+    monkeypatch.setattr(connections, "uid_lookup", lambda: unknown)
     monkeypatch.setattr(connections, "HEAD_S", 0.5)
     monkeypatch.setattr(connections, "BODY_S", 0.5)
     yield

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atropos_common.protocol.strided import Box, PartPlace, contiguous, joined, joined_part
+from atropos_common.protocol.manifest import Box, PartPlace, contiguous, joined, joined_part
 
 
 def box(whole: torch.Tensor, part: torch.Tensor, there: torch.Tensor) -> Box:

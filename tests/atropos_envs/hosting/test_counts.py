@@ -22,7 +22,7 @@ from atroposlib.api import server as api_module
 from atroposlib.envs import base as atropos_base
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 
-from atropos_common.protocol.group_reasons import NONE, REFUSED, UNSENDABLE
+from atropos_common.protocol.records import REFUSED, RETURNED_NONE, UNSENDABLE
 from atropos_envs import EnvFault
 from atropos_envs.hosting import engine_client
 from atropos_envs.hosting.groups import Unsendable, convert, encoded
@@ -245,7 +245,7 @@ async def test_what_json_cannot_hold_and_none_are_counted(served: Any, tmp_path:
     env = await served(
         lambda item: made[item % 3](), lambda env: min(env.tally.left_out.values(), default=0) >= 2
     )
-    assert set(env.tally.left_out) == {NONE, UNSENDABLE} and env.tally.sent == 0
+    assert set(env.tally.left_out) == {RETURNED_NONE, UNSENDABLE} and env.tally.sent == 0
     assert env.tally.examples[UNSENDABLE]
 
 

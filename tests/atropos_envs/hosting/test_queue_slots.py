@@ -18,7 +18,7 @@ from atroposlib.envs import base as atropos_base
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, EvalHandlingEnum
 
 from atropos_common.net.http import AFTER_HEADER, BATCH_HEADER
-from atropos_common.protocol.group_reasons import FLAT, SURPLUS
+from atropos_common.protocol.records import FLAT, SURPLUS
 from atropos_envs.hosting.queue_slots import PendingGroup, QueueSlots, enough
 from atropos_envs.hosting.runner import hosted
 from atropos_envs.tiny_model import make_tokenizer

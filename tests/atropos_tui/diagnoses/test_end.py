@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from atropos_common.protocol import group_reasons
+from atropos_common.protocol import records
 from atropos_common.protocol.control import Phase, Role, RunStatus, State
 from atropos_common.protocol.records import (
     DiagnosisRecord,
@@ -282,7 +282,7 @@ STALLS = {
 FLOWS = {
     "groups_all_flat": (flow(1, 19), flow(2, 1)),
     "groups_left_out": (flow(out=Counter({GROUP_SIZE: 9})), flow(3)),
-    "groups_refused": (flow(9, out=Counter({group_reasons.REFUSED: 1})), flow(3)),
+    "groups_refused": (flow(9, out=Counter({records.REFUSED: 1})), flow(3)),
     "rollouts_malformed": (flow(9, malformed=Counter({"malformed masks": 8})), flow(9)),
     "evaluations_fail": (flow(9, evaluation_failures=Counter({"KeyError": 2})), flow(9)),
     "rollouts_fail": (flow(1, 0, 20), flow(3, 0, 2)),

@@ -20,15 +20,17 @@ from atropos_common.protocol.bridge import (
     METRIC_SLOTS,
 )
 from atropos_common.protocol.control import Role, State
-from atropos_common.protocol.group_reasons import (
+from atropos_common.protocol.records import (
     FLAT,
     GROUP_SIZE,
-    NONE,
     REFUSED,
+    RETURNED_NONE,
     SURPLUS,
     UNSENDABLE,
+    EnvCountsRecord,
+    StepRecord,
+    TimingRecord,
 )
-from atropos_common.protocol.records import EnvCountsRecord, StepRecord, TimingRecord
 from atropos_common.protocol.stages import FIRST_BATCH
 from atropos_common.system.run_dir import ENV_ENGINE_URLS
 from atropos_tui.diagnoses import questions
@@ -73,12 +75,12 @@ SHORT = Counter({GROUP_SIZE: 9})
         ),
         (
             "groups_left_out",
-            flow(400, out=Counter({NONE: 9}), streak=Counter({NONE: 9})),
+            flow(400, out=Counter({RETURNED_NONE: 9}), streak=Counter({RETURNED_NONE: 9})),
             "9 of the newest 9: 9 times",
         ),
         (
             "groups_left_out",
-            flow(out=Counter({NONE: 8})),
+            flow(out=Counter({RETURNED_NONE: 8})),
             "8 times the environment returned None in its place",
         ),
         (
@@ -148,7 +150,7 @@ def test_what_holds_an_environment_up_is_told_with_its_numbers(
         flow(2, 8),
         flow(0, 7),
         flow(90, 10, 60),
-        flow(400, streak=Counter({FLAT: 20, SURPLUS: 9, NONE: 7})),
+        flow(400, streak=Counter({FLAT: 20, SURPLUS: 9, RETURNED_NONE: 7})),
         replace(flow(), failures=Counter({"EngineRefused: the server refuses top_p": 90})),
         flow(could_ask_s=19.0, watches_engine=True),
         flow(could_ask_s=300.0),  # nobody knows what the engine got

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from atropos_common.broadcast.transfer import meeting_place
-from atropos_common.net.node import interface_of
+from atropos_common.net.ports import interface_of
 from atropos_common.system.run_dir import ENV_NODE_ADDRESS, ENV_RANKS_DIR
 from benchmarks.support.nursery import ForkedProcess
 from tests.support.nursery import TRAINER, forked
