@@ -89,7 +89,8 @@ async def run_stack(
 ) -> int:
     """Run `stack` in this process; return its exit code (0, 1, 3, 4, 130).
 
-    SIGTERM and SIGINT stop the stack, a second one kills it; in a SLURM job SIGUSR1 stops it too.
+    SIGTERM, SIGINT and a closed terminal stop the stack, a second signal kills it; in a SLURM job
+    SIGUSR1 stops it too.
     Call it in the main thread.
 
     Args:
@@ -235,6 +236,10 @@ class _Signals:
         self._supervisor: Supervisor | None = None
         self._early: list[str] = []
         self._numbers = (*SIGNALS, signal.SIGUSR1) if turn_of_job() else SIGNALS
+        # The terminal of a run in the foreground closes. `nohup`, and a supervisor in the
+        # background, ignore the signal.
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            self._numbers += (signal.SIGHUP,)
 
     def attach(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor

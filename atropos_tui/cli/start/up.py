@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import platform
+import stat
 import subprocess
 import sys
 import time
@@ -35,7 +36,7 @@ from atropos_tui.cluster import slurm
 from atropos_tui.cluster.doctor import refuse_unfit
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.format import one_line
-from atropos_tui.monitor.run.run_files import read_info
+from atropos_tui.monitor.run.run_files import read_info, read_json
 from atropos_tui.monitor.run_list import last_figures
 from atropos_tui.profile import ports
 from atropos_tui.profile.checks.preflight import machines_of
@@ -48,7 +49,7 @@ from atropos_tui.profile.sections import Profile, load_profile
 from atropos_tui.profile.site import Site, make_site, training_config
 from atropos_tui.profile.spec import StackError, StackSpec
 from atropos_tui.supervisor.journal.liveness import run_elsewhere
-from atropos_tui.supervisor.journal.store import ProcessTable, RunInUseError, RunResult
+from atropos_tui.supervisor.journal.store import RunInUseError, RunResult
 
 MAX_SHOWN = 120
 """Characters of a path in a message, and of a value in the list of changes."""
@@ -70,6 +71,7 @@ def up(options: argparse.Namespace) -> int:
     profile, file = load_profile(_profile_name(options), options.sets)
     dotenv = read_env_files(_first_profile(options) or file)
     root, run_id = _choose_run(options, profile)
+    _refuse_shared_parents(root, options)
     if left := left_text(with_processes(but={root})):
         print(left, file=sys.stderr)
     if in_job := slurm.wanted(profile) and slurm.in_job():
@@ -257,6 +259,22 @@ def _choose_run(options: argparse.Namespace, profile: Profile) -> tuple[Path, st
     return root, run_id
 
 
+def _refuse_shared_parents(root: Path, options: argparse.Namespace) -> None:
+    """Refuse a run directory that every user of the machine could replace by one of their own: the
+    run would write into it, also through links.
+
+    Raises:
+        UserError: everybody may write to a folder above it that has no sticky bit.
+    """
+    for folder in root.parents:
+        mode = folder.stat().st_mode if folder.exists() else 0
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            key = "--resume" if options.resume is not None else "--run-dir"
+            reason = f"every user of this machine may rename what is in {folder}"
+            problem = Problem(reason, f"chmod o-w {folder}, or choose another", key=key)
+            raise UserError("the run directory cannot be used", [problem])
+
+
 @contextlib.contextmanager
 def _usable(root: Path, options: argparse.Namespace) -> Iterator[None]:
     try:
@@ -354,8 +372,9 @@ def _start_supervisor(run: RunDir, stack: StackSpec, lock: int | None) -> subpro
 
 
 def _runs_by(pid: int, run: RunDir) -> bool:
-    table = ProcessTable.load(run.journal_json)
-    return table is not None and table.supervisor is not None and table.supervisor.pid == pid
+    # Compared only, so the journal's seal does not matter: a full home keeps no key for it.
+    supervisor = read_json(run.journal_json).get("supervisor")
+    return isinstance(supervisor, dict) and supervisor.get("pid") == pid
 
 
 def _profile_name(options: argparse.Namespace) -> str:

@@ -22,11 +22,12 @@ from atropos_common.system.run_dir import RunDir, registry
 from atropos_tui.cli import main
 from atropos_tui.cli.doctor import machine
 from atropos_tui.cli.manage import cleanup, runs
+from atropos_tui.cli.start import up
 from atropos_tui.errors import Exit, UserError
 from atropos_tui.monitor import report
 from atropos_tui.monitor.replay import Recording, Replay
 from atropos_tui.profile.ports import listener
-from atropos_tui.supervisor.journal.store import ProcessTable
+from atropos_tui.supervisor.journal.store import ProcessEntry, ProcessTable
 from atropos_tui.supervisor.processes import procfs
 from tests.atropos_tui.cli.manage.test_clean import crash, lives, make_run, supervised
 from tests.support.other_user import NOBODY, as_another_user, needs_another_user
@@ -188,9 +189,12 @@ def test_no_journal_is_believed_where_no_key_can_be_kept(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    run, _ = make_run(tmp_path)
+    run, run_id = make_run(tmp_path)
     assert json.loads(run.journal_json.read_text())["mac"] == ""
     assert ProcessTable.load(run.journal_json) is None
+    supervisor = ProcessEntry(pid=7, create_time=1.0, ticks=100, pgid=7, boot_id="b")
+    ProcessTable(run_id=run_id, supervisor=supervisor).write(run.journal_json)
+    assert up._runs_by(7, run), "`up --detach` knows its own supervisor"
 
 
 def test_a_bundle_names_no_boot_and_no_command_of_a_node(tmp_path: Path) -> None:

@@ -3,15 +3,18 @@ for Python."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.cli import main
+from atropos_tui.cli.start import up
 from atropos_tui.cli.start.profiles import read_env_files
 from atropos_tui.errors import Exit, UserError
 from atropos_tui.profile.plan import OUR_PACKAGES, build_stack
@@ -189,3 +192,14 @@ def test_a_reference_that_nobody_fills_is_still_a_mistake(
         main.run(["up", str(path), "--headless", "--run-dir", str(tmp_path / "run")]) == Exit.USAGE
     )
     assert "environment variable GREETING is not set" in capsys.readouterr().err
+
+
+def test_a_run_below_a_folder_that_everybody_may_write_is_refused(tmp_path: Path) -> None:
+    """Another user renames the run and puts a folder of links in its place, which it writes to."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    for mode, refused in ((0o777, True), (0o1777, False), (0o775, False)):
+        shared.chmod(mode)
+        expected = pytest.raises(UserError, match="cannot be used") if refused else nullcontext()
+        with expected:
+            up._refuse_shared_parents(shared / "runs/a", argparse.Namespace(resume=None))

@@ -24,6 +24,7 @@ from atropos_tui.cli.manage import control
 from atropos_tui.cli.start import up
 from atropos_tui.errors import Exit, UserError
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
+from atropos_tui.supervisor import runner
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor
 from atropos_tui.supervisor.journal import tracker
 from atropos_tui.supervisor.journal.store import ProcessTable, RunResult
@@ -270,6 +271,21 @@ async def test_a_signal_stops_the_stack_cleanly(tmp_path: Path, number: int) -> 
         assert signal.Signals(number).name in result.reason
         assert supervisor.left() == []
         assert not supervisor.run.control_sock.is_symlink()
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+async def test_a_closed_terminal_stops_a_run_in_the_foreground(ignored: bool) -> None:
+    """Not with `nohup`."""
+    heard: list[str] = []
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with runner._Signals() as signals:
+            signals.attach(SimpleNamespace(interrupt=heard.append))  # type: ignore[arg-type]
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0.05)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert heard == ([] if ignored else ["SIGHUP"])
 
 
 async def test_the_second_signal_kills(tmp_path: Path) -> None:
