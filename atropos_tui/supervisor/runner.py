@@ -235,7 +235,9 @@ class _Signals:
     def __init__(self) -> None:
         self._supervisor: Supervisor | None = None
         self._early: list[str] = []
-        self._numbers = (*SIGNALS, signal.SIGUSR1) if turn_of_job() else SIGNALS
+        self._numbers: tuple[signal.Signals, ...] = SIGNALS
+        if turn_of_job():
+            self._numbers += (signal.SIGUSR1,)
         # The terminal of a run in the foreground closes. `nohup`, and a supervisor in the
         # background, ignore the signal.
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
