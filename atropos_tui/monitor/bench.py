@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -111,14 +112,11 @@ def pace(state: RunState, training_steps: int | None, window: int = WINDOW) -> P
 def _wall_per_step(series: Series, window: int, first_step: int) -> float | None:
     # Between steps of the current attempt only, so that a restart does not count as slow.
     newest = series.newest(window + 1)
-    points = [
-        (step, time)
-        for step, time in zip(newest.steps, newest.times, strict=True)
-        if step >= first_step
-    ]
-    if len(points) < 2 or points[-1][1] <= points[0][1]:
+    at = bisect_left(newest.steps, first_step)
+    steps, times = newest.steps[at:], newest.times[at:]
+    if len(steps) < 2 or times[-1] <= times[0]:  # the clock ran backwards
         return None
-    return (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
+    return (times[-1] - times[0]) / (steps[-1] - steps[0])
 
 
 def tokens_per_second(state: RunState, count: int | None = None) -> float | None:
@@ -194,10 +192,8 @@ def benchmark_run(root: Path) -> RunBenchmark:
 
 
 def benchmark_runs(roots: Sequence[Path]) -> list[RunBenchmark]:
-    return [
-        replace(benchmark_run(root), run=name)
-        for root, name in zip(roots, names_of(roots), strict=True)
-    ]
+    named = zip(roots, names_of(roots), strict=True)
+    return [replace(benchmark_run(root), run=name) for root, name in named]
 
 
 def benchmark_state(state: RunState, *, run: str, mode: str) -> RunBenchmark:
@@ -274,19 +270,13 @@ def render_benchmarks(runs: Sequence[RunBenchmark]) -> str:
 
 def benchmarks_json(runs: Sequence[RunBenchmark]) -> str:
     """Return `{"runs": [...]}`, with `ratios` to the first run; non-finite numbers are strings."""
-    rows: list[dict[str, object]] = [
-        {
-            key: _strict(value)
-            for key, value in {**asdict(run), "waiting_share": run.waiting_share}.items()
-        }
-        for run in runs
-    ]
+    rows: list[dict[str, object]] = []
+    for run in runs:
+        figures = asdict(run) | {"waiting_share": run.waiting_share}
+        rows.append({key: _strict(value) for key, value in figures.items()})
     for row, run in zip(rows[1:], runs[1:], strict=True):
-        row["ratios"] = {
-            name: found
-            for _, name, _ in _ROWS
-            if (found := ratio(getattr(run, name), getattr(runs[0], name))) is not None
-        }
+        found = {name: ratio(getattr(run, name), getattr(runs[0], name)) for _, name, _ in _ROWS}
+        row["ratios"] = {name: value for name, value in found.items() if value is not None}
     return json.dumps({"runs": rows}, indent=2)
 
 
@@ -311,11 +301,9 @@ def summary_sections(run: RunBenchmark) -> list[summary.Section]:
 
 def origin(run: RunBenchmark) -> str:
     """Describe the source of computed figures; empty for the trainer's own summary."""
-    return (
-        ""
-        if run.source == "trainer"
-        else f"{run.steps} steps, {counted(run.attempts, 'attempt')} of the trainer"
-    )
+    if run.source == "trainer":
+        return ""
+    return f"{run.steps} steps, {counted(run.attempts, 'attempt')} of the trainer"
 
 
 def _summary(run: RunBenchmark) -> str:
@@ -328,15 +316,10 @@ def _comparison(runs: Sequence[RunBenchmark]) -> str:
     for title, name, write in _ROWS:
         values = [getattr(run, name) for run in runs]
         times = [None, *(ratio(value, values[0]) for value in values[1:])]
-        cells = [
-            write(value) + (f" (x{found:.2f})" if found is not None else "")
-            for value, found in zip(values, times, strict=True)
-        ]
-        table.append([title, *cells])
-    table.append(
-        ["Exit code", *("no data" if run.exit_code is None else str(run.exit_code) for run in runs)]
-    )
-    return text_table(table)
+        ends = ["" if found is None else f" (x{found:.2f})" for found in times]
+        table.append([title, *(write(v) + end for v, end in zip(values, ends, strict=True))])
+    codes = ("no data" if run.exit_code is None else str(run.exit_code) for run in runs)
+    return text_table([*table, ["Exit code", *codes]])
 
 
 def ratio(value: float | None, base: float | None) -> float | None:
@@ -403,34 +386,28 @@ class Progress:
         """Its end, the components it waits for, or training."""
         result = read_json(self._run.result_json)
         if result:
-            code = result.get("exit_code")
-            return (
-                "done"
-                if code == 0
-                else f"ended with code {code}: {one_line(str(result.get('reason', '')))}"
-            )
+            code, reason = result.get("exit_code"), one_line(str(result.get("reason", "")))
+            return "done" if code == 0 else f"ended with code {code}: {reason}"
         ill = [f"{name} {state}" for name, state in self.components.items() if state in ILL]
         if self._state.step:
             return ", ".join(ill) or "training"
-        if wrong := [
-            found
-            for found in gravest_first(self._state.standing.values())
-            if severity_of(found) != "advice"
-        ]:
-            return one_line(wrong[0].title)
+        for found in gravest_first(self._state.standing.values()):
+            if severity_of(found) != "advice":
+                return one_line(found.title)
+        up = (*SETTLED, State.HEALTHY)
         planned = [part.name for part in self._info.components] if self._info else []
-        waiting = [
-            name for name in planned if self.components.get(name) not in (*SETTLED, State.HEALTHY)
-        ]
+        waiting = [name for name in planned if self.components.get(name) not in up]
         return f"starting {', '.join(waiting)}" if waiting else "waiting for the first batch"
 
     def line(self) -> str:
         steps = self._info.training_steps if self._info else None
         now = pace(self._state, steps)
         reward = self._state.metric("reward_mean").values
-        parts = [f"step {self._state.step:>4}{f'/{steps}' if steps else ''}"]
-        parts.append(f"reward {number(reward[-1] if reward else None):>6}")
-        parts.append(f"{seconds_text(now.step_s):>8}/step")
-        if now.eta_s:
-            parts.append(f"{duration(now.eta_s)} left")
-        return "  ".join([*parts, self.phase])
+        parts = (
+            f"step {self._state.step:>4}{f'/{steps}' if steps else ''}",
+            f"reward {number(reward[-1] if reward else None):>6}",
+            f"{seconds_text(now.step_s):>8}/step",
+            f"{duration(now.eta_s)} left" if now.eta_s else "",
+            self.phase,
+        )
+        return "  ".join(filter(None, parts))

@@ -88,9 +88,8 @@ NOISY = frozenset(name for name, metric in MEASURED.items() if metric.smooth) | 
 
 def chart_of(metric: str) -> ChartSpec:
     """Return a chart for any curve of `RunState.metric`."""
-    is_time = (metric.endswith("_s") and not metric.endswith("_per_s")) or metric.startswith(
-        "sync/"
-    )
+    is_time = metric.endswith("_s") and not metric.endswith("_per_s")
+    is_time = is_time or metric.startswith("sync/")
     unit = "s" if is_time else "bytes" if metric.endswith("_bytes") else ""
     return ChartSpec(metric, (CurveSpec("value", metric),), unit=unit)
 
@@ -306,9 +305,8 @@ class Ruler:
         self._steps, self._sums = tokens.steps[:], list(_sums(tokens))
         times = state.metric("step_s")
         took = times.values[0] if len(times) and math.isfinite(times.values[0]) else 0.0
-        self._start = (
-            times.times[0] - took if len(times) else math.inf
-        )  # without a step, all places are 0
+        # Without a step, all places are 0.
+        self._start = times.times[0] - took if len(times) else math.inf
 
     def place(self, series: Series) -> Sequence[float]:
         """Return the positions of the points of `series`."""
@@ -324,15 +322,12 @@ class Ruler:
             return series.part(bisect_left(series.steps, first), bisect_right(series.steps, last))
         if self._along is Along.MINUTES:
             begin, end = self._start + 60 * first, self._start + 60 * last
+            times = series.times
             # A millisecond more, because minutes as floats are rounded.
-            return series.part(
-                bisect_left(series.times, begin), bisect_right(series.times, end + 1e-3)
-            )
+            return series.part(bisect_left(times, begin), bisect_right(times, end + 1e-3))
         within = self._steps[bisect_left(self._sums, first) : bisect_right(self._sums, last)]
-        return series.part(
-            bisect_left(series.steps, min(within, default=0)),
-            bisect_right(series.steps, max(within, default=0)),
-        )
+        low, high = min(within, default=0), max(within, default=0)
+        return series.part(bisect_left(series.steps, low), bisect_right(series.steps, high))
 
     def step_at(self, place: float, steps: Series) -> int:
         """Return the newest step of `steps` at or before `place`; 0 before the first."""
@@ -390,13 +385,8 @@ def sensible_range(values: Sequence[float]) -> tuple[float, float] | None:
     last = bisect_right(finite, three_quarters + reach) - 1
     left_out = first + len(finite) - 1 - last
     low, high = finite[first], finite[last]
-    if (
-        not left_out
-        or left_out > max(1, MOST_OUTLIERS * len(finite))
-        or finite[-1] - finite[0] < 2 * (high - low)
-    ):
-        return None
-    return low, high
+    are_few = 0 < left_out <= max(1, MOST_OUTLIERS * len(finite))
+    return (low, high) if are_few and finite[-1] - finite[0] >= 2 * (high - low) else None
 
 
 def value_at(places: Sequence[float], values: Sequence[float], place: float) -> float | None:
@@ -429,9 +419,7 @@ def marks(state: RunState) -> list[Mark]:
         for attempt, step in state.attempt_steps.items()
         if attempt > first_attempt
     ]
-    found += [
-        Mark(record.step, "checkpoint", "checkpoint", record.time) for record in state.checkpoints
-    ]
+    found += [Mark(one.step, "checkpoint", "checkpoint", one.time) for one in state.checkpoints]
     for name, series in state.evals.items():
         for step, value, time in zip(series.steps, series.values, series.times, strict=True):
             found.append(Mark(step, "evaluation", f"{name} {value:.3g}", time))

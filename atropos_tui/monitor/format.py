@@ -57,10 +57,7 @@ def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[st
     lines = []
     for row in rows:
         cells = zip(row, widths, strict=True)
-        padded = [
-            cell.rjust(w) if number in right else cell.ljust(w)
-            for number, (cell, w) in enumerate(cells)
-        ]
+        padded = (c.rjust(w) if at in right else c.ljust(w) for at, (c, w) in enumerate(cells))
         lines.append("  ".join(padded).rstrip())
     return lines
 
@@ -136,9 +133,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 def reason_of(record: StateRecord) -> str:
     """Return the reason of a transition, and in backoff the time to the next start."""
-    again = (
-        ""
-        if record.retry_at is None
-        else f"; again in {max(0.0, record.retry_at - record.time):.1f} s"
-    )
-    return one_line(record.reason) + again
+    if record.retry_at is None:
+        return one_line(record.reason)
+    wait = max(0.0, record.retry_at - record.time)
+    return f"{one_line(record.reason)}; again in {wait:.1f} s"

@@ -76,15 +76,9 @@ class Rates:
 
     @property
     def engine_words(self) -> str:
-        return (
-            f"the engine idles {self.idle:.0%}"
-            if self.capacity is None
-            else capacity_words(self.capacity)
-        )
-
-
-def capacity_words(used: float) -> str:
-    return f"engine capacity used {used:.0%}"
+        if self.capacity is None:
+            return f"the engine idles {self.idle:.0%}"
+        return f"engine capacity used {self.capacity:.0%}"
 
 
 @dataclass(frozen=True)
@@ -101,10 +95,8 @@ class Run:
 
     def option(self, role: Role, name: str) -> str:
         """Return a flag of the first component of `role` that sets it, or an empty string."""
-        found = (
-            flag(list(item.command), name) for item in self.info.components if item.role is role
-        )
-        return next(filter(None, found), "")
+        commands = (list(item.command) for item in self.info.components if item.role is role)
+        return next(filter(None, (flag(words, name) for words in commands)), "")
 
     @property
     def has_gpus(self) -> bool:
@@ -124,13 +116,13 @@ def rates(state: RunState, now: float) -> Rates | None:
     """Return the supervisor's rates, else those of the newest steps, if known."""
     last = state.gauges.last
     if last and now - last.time <= FRESH_S:
-        known = [
-            (env, flow)
+        known = {
+            env: flow
             for env, flow in last.flows.items()
             if flow.waiting is not None and flow.idle is not None
-        ]
+        }
         if known:
-            env, flow = max(known, key=lambda item: _rank(item[1]))
+            env, flow = max(known.items(), key=lambda item: _rank(item[1]))
             return Rates(flow.waiting or 0.0, flow.idle or 0.0, flow.capacity_used, env, flow)
     speed = pace(state, None, window=STEPS)
     if speed.waiting is None or speed.engine_idle is None:
@@ -189,9 +181,8 @@ def _by_supply(run: Run, found: Rates) -> Limit:
         per_s = flow.made / flow.counted_s
         # Without idle time the engine would make this many; outside these bounds the figure is
         # noise.
-        could = (
-            f" of {per_s / (1.0 - found.idle):.2g} possible" if 0.05 <= found.idle < 0.99 else ""
-        )
+        is_known = 0.05 <= found.idle < 0.99
+        could = f" of {per_s / (1.0 - found.idle):.2g} possible" if is_known else ""
         waits = f"{per_s:.2g}{could} groups/s; {waits}"
     if binding == "slots" and not own_work:
         what, do = _by_slots(run, found)
@@ -213,8 +204,7 @@ def _by_slots(run: Run, found: Rates) -> tuple[str, str]:
     return (
         f"limited by the queue slots of {found.env}{room}{workers}",
         f"raise env.max_batches_offpolicy above {run.offpolicy} (policy lag grows with it); "
-        f"more env.max_num_workers "
-        "change nothing",
+        "more env.max_num_workers change nothing",
     )
 
 
@@ -239,29 +229,21 @@ def _by_engine(run: Run, found: Rates) -> Limit:
     full, do = "", ["shorter env.max_token_length"]
     if run.has_gpus:
         do.append(MORE_ENGINE.get(run.status.mode, "more engines"))
-        if any(
-            "--enforce-eager" in part.command
-            for part in run.info.components
-            if part.role is Role.ENGINE
-        ):
+        engines = (part for part in run.info.components if part.role is Role.ENGINE)
+        if any("--enforce-eager" in engine.command for engine in engines):
             do.append("no enforce-eager")
     if found.flow and found.flow.slots:
         running, slots = found.flow.running or 0.0, found.flow.slots
         full = f" with {running:.0f} of {slots:.0f} possible sequences"
         if running < HAS_ROOM * slots and bound(found.flow) != "workers":
-            do.insert(
-                0,
-                f"more at a time: env.max_batches_offpolicy above {run.offpolicy} (policy "
-                f"lag grows with it)",
-            )
-    used = (
-        f"busy {1.0 - found.idle:.0%} of the time"
-        if found.capacity is None
-        else f"{found.capacity:.0%} used"
-    )
+            lag = f"env.max_batches_offpolicy above {run.offpolicy} (policy lag grows with it)"
+            do.insert(0, f"more at a time: {lag}")
+    used = f"busy {1.0 - found.idle:.0%} of the time"
+    if found.capacity is not None:
+        used = f"{found.capacity:.0%} used"
+    waits = f"while the trainer waits {found.waiting:.0%}"
     return Limit(
-        f"limited by the engine {', '.join(names)}: {used}{full}, while the trainer waits "
-        f"{found.waiting:.0%}",
+        f"limited by the engine {', '.join(names)}: {used}{full}, {waits}",
         f"{', '.join(do[:-1])}, or {do[-1]}" if len(do) > 1 else do[0],
     )
 
@@ -270,28 +252,20 @@ def _by_training(run: Run, found: Rates) -> Limit:
     speed = pace(run.state, None, window=STEPS)
     part = max(_SLOW, key=lambda name: speed.parts.get(name) or 0.0)
     share = (speed.parts.get(part) or 0.0) / speed.step_s if speed.step_s else 0.0
-    lag, most = (
-        run.state.metric("policy_lag_max").last,
-        run.option(Role.ENV, "--env.max_batches_offpolicy"),
-    )
+    lag = run.state.metric("policy_lag_max").last
+    most = run.option(Role.ENV, "--env.max_batches_offpolicy")
     full = f", lag {number(lag, 0)} of {most}" if most and lag is not None else ""
-    shared = (
-        ", which shares its GPUs with the trainer" if run.shares_gpus and part == "train" else ""
-    )
-    what = (
-        f"limited by {_SLOW[part]}: {part} is {share:.0%} of a step{full}; "
-        f"{found.engine_words}{shared}"
-    )
+    is_shared = run.shares_gpus and part == "train"
+    engine = found.engine_words + (", which shares its GPUs with the trainer" if is_shared else "")
+    what = f"limited by {_SLOW[part]}: {part} is {share:.0%} of a step{full}; {engine}"
     return Limit(what, _faster_step(run, part))
 
 
 def _faster_step(run: Run, part: str) -> str:
     mode = run.status.mode
     if part == "sync":
-        return _SYNC.get(
-            mode,
-            "broadcast or shared_vllm publish faster; or raise [trainer] vllm_restart_interval",
-        )
+        other = "broadcast or shared_vllm publish faster; or raise [trainer] vllm_restart_interval"
+        return _SYNC.get(mode, other)
     if part == "checkpoint":
         return "raise [trainer] checkpoint_interval"
     do = []
@@ -303,12 +277,9 @@ def _faster_step(run: Run, part: str) -> str:
 
 
 def _by_turns(run: Run, found: Rates) -> Limit:
-    return Limit(
-        f"trainer and engine take turns: the trainer waits {found.waiting:.0%}, the engine "
-        f"idles {found.idle:.0%}",
-        f"raise env.max_batches_offpolicy above {run.offpolicy} to overlap them (policy lag "
-        f"rises with it)",
-    )
+    shares = f"the trainer waits {found.waiting:.0%}, the engine idles {found.idle:.0%}"
+    do = f"raise env.max_batches_offpolicy above {run.offpolicy} to overlap them"
+    return Limit(f"trainer and engine take turns: {shares}", f"{do} (policy lag rises with it)")
 
 
 _SLOW = {"train": "training", "sync": "publishing weights", "checkpoint": "checkpoints"}

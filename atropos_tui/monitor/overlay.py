@@ -130,10 +130,8 @@ def _flat(table: dict[str, Any], before: str = "") -> Iterator[tuple[str, object
             for at, item in enumerate(value):
                 yield from _flat(item, f"{before}{key}.{item.get('name', at)}.")
         else:
-            yield (
-                f"{before}{key}",
-                len(value) if key == "gpus" and isinstance(value, list) else value,
-            )
+            is_count = key == "gpus" and isinstance(value, list)
+            yield f"{before}{key}", len(value) if is_count else value
 
 
 def differing(runs: Sequence[RunCurves]) -> dict[str, list[str]]:
@@ -154,28 +152,26 @@ def by_setting(runs: Sequence[RunCurves]) -> list[Setting]:
     telling = _telling(list(found))
     words = [_words([(keys[at], values[at]) for at in telling]) for values in found]
     if not telling or len(telling) > MOST_WORDS or len(set(words)) < len(words):
+        # Too much to tell, or too little to tell them apart: the first run's name.
         words = [
-            members[0].name if len(found) > 1 or len(members) == 1 else ""
-            for members in found.values()
+            each[0].name if len(found) > 1 or len(each) == 1 else "" for each in found.values()
         ]
-    counts = [f"{len(members)} runs" if len(members) > 1 else "" for members in found.values()]
-    labels = [", ".join(filter(None, both)) for both in zip(words, counts, strict=True)]
-    return [
-        Setting(label, tuple(members))
-        for label, members in zip(labels, found.values(), strict=True)
-    ]
+    settings = []
+    for word, members in zip(words, found.values(), strict=True):
+        count = f"{len(members)} runs" if len(members) > 1 else ""
+        settings.append(Setting(", ".join(filter(None, (word, count))), tuple(members)))
+    return settings
 
 
 def _telling(rows: Sequence[Sequence[str]]) -> list[int]:
     # Greedily, few columns in which all `rows` differ.
     chosen: list[int] = []
     while len({tuple(row[at] for at in chosen) for row in rows}) < len(rows):
-        rest = [at for at in range(len(rows[0])) if at not in chosen]
-        chosen.append(
-            max(
-                rest, key=lambda at: len({tuple(row[one] for one in (*chosen, at)) for row in rows})
-            )
-        )
+
+        def kinds(column: int) -> int:
+            return len({tuple(row[at] for at in (*chosen, column)) for row in rows})
+
+        chosen.append(max((at for at in range(len(rows[0])) if at not in chosen), key=kinds))
     return chosen
 
 
@@ -191,11 +187,11 @@ def lines(
     settings: Sequence[Setting], metric: str, along: Along, smoothing: int = 0
 ) -> list[MetricLine | None]:
     """Return the curve of `metric` for each setting; None without data."""
-    longest = max(
-        (len(run.state.metric(metric)) for setting in settings for run in setting.runs), default=0
-    )
+    runs = [run for setting in settings for run in setting.runs]
+    longest = max((len(run.state.metric(metric)) for run in runs), default=0)
+    # All curves or none: a smooth one beside a noisy one would look like a difference.
     span = smoothing if metric in NOISY and is_smoothed(longest, smoothing) else 0
-    count = last_steps([run for setting in settings for run in setting.runs])
+    count = last_steps(runs)
     return [_line(setting, metric, along, span, count) for setting in settings]
 
 
@@ -204,15 +200,12 @@ def _line(setting: Setting, metric: str, along: Along, span: int, count: int) ->
     found = [(run, series) for run, series in found if len(series)]
     if not found:
         return None
-    drawn = [
-        (Ruler(run.state, along), smooth(series, span, POINTS) if span else series)
-        for run, series in found
-    ]
-    curves = [(list(ruler.place(series)), list(series.values)) for ruler, series in drawn]
-    # Evaluations are rare and exact: the newest value counts, without a mean.
-    ends = [
-        series.last if metric in run.state.evals else final(series, count) for run, series in found
-    ]
+    curves, ends = [], []
+    for run, series in found:
+        drawn = smooth(series, span, POINTS) if span else series
+        curves.append((list(Ruler(run.state, along).place(drawn)), list(drawn.values)))
+        # Evaluations are rare and exact: the newest value counts, without a mean.
+        ends.append(series.last if metric in run.state.evals else final(series, count))
     last = mean([value for value in ends if value is not None])
     if len(curves) == 1:
         return MetricLine(setting.label, *curves[0], smoothing=span, last=last)
@@ -224,22 +217,15 @@ def _band(
 ) -> tuple[list[float], list[float], list[float], list[float]]:
     # Places, means, minima and maxima of the curves that reach each place.
     everywhere = sorted({place for places, _ in curves for place in places})
-    places = (
-        everywhere
-        if len(everywhere) <= PLACES
-        else everywhere[:: math.ceil(len(everywhere) / PLACES)]
-    )
-    columns = [
-        [value for curve in curves if (value := _between(*curve, place)) is not None]
-        for place in places
-    ]
-    kept = [(place, column) for place, column in zip(places, columns, strict=True) if column]
-    return (
-        [place for place, _ in kept],
-        [sum(column) / len(column) for _, column in kept],
-        [min(column) for _, column in kept],
-        [max(column) for _, column in kept],
-    )
+    found: tuple[list[float], ...] = ([], [], [], [])
+    for place in everywhere[:: max(1, math.ceil(len(everywhere) / PLACES))]:
+        values = [one for curve in curves if (one := _between(*curve, place)) is not None]
+        if values:
+            row = (place, sum(values) / len(values), min(values), max(values))
+            for column, value in zip(found, row, strict=True):
+                column.append(value)
+    places, means, low, high = found
+    return places, means, low, high
 
 
 def _between(places: Sequence[float], values: Sequence[float], place: float) -> float | None:
@@ -259,10 +245,8 @@ def _between(places: Sequence[float], values: Sequence[float], place: float) -> 
 
 def last_steps(runs: Iterable[RunCurves]) -> int:
     """Return the number of newest steps in each run's final value."""
-    shortest = min(
-        (count for run in runs if (count := len(run.state.metric("reward_mean")))), default=LAST
-    )
-    return max(1, min(LAST, shortest // LAST_SHARE))
+    lengths = (len(run.state.metric("reward_mean")) for run in runs)
+    return max(1, min(LAST, min(filter(None, lengths), default=LAST) // LAST_SHARE))
 
 
 def final(series: Series, count: int) -> float | None:
@@ -277,19 +261,9 @@ def splits(runs: Iterable[RunCurves]) -> list[str]:
 def final_table(runs: Sequence[RunCurves]) -> list[list[str]]:
     """Return titles and a row for each run: mode, seed and final values."""
     evaluated, count = splits(runs), last_steps(runs)
-    titles = [
-        "run",
-        "mode",
-        SEED,
-        "steps",
-        f"reward, last {counted(count, 'step')}",
-        *evaluated,
-        "length",
-        "tokens/s",
-        "step",
-        "duration",
-    ]
-    rows = [titles]
+    reward = f"reward, last {counted(count, 'step')}"
+    ends = ("length", "tokens/s", "step", "duration")
+    rows = [["run", "mode", SEED, "steps", reward, *evaluated, *ends]]
     for run in runs:
         metric = run.state.metric
         times = metric("step_s").times
@@ -330,9 +304,9 @@ def seeds_table(runs: Sequence[RunCurves]) -> list[list[str]]:
 
 def _spread(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
-    return (
-        f"{number(mean(known))} ({number(min(known))} to {number(max(known))})" if known else NONE
-    )
+    if not known:
+        return NONE
+    return f"{number(mean(known))} ({number(min(known))} to {number(max(known))})"
 
 
 def summary(runs: Sequence[RunCurves]) -> str:

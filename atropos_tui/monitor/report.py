@@ -97,23 +97,21 @@ def render_report(run: RunDir, status: RunStatus, now: float) -> str:
     """Return the page as text that UTF-8 can encode; `now` in Unix seconds."""
     info, state, feed = load_run(run.root)
     figures = benchmark_state(state, run=run.root.name, mode=info.mode or status.mode)
-    end = _end(status, state, now)
+    end, sentence = _end(status, state, now), verdict(status, info, state, now)
     return _page(
         "report.html.j2",
         now,
         name=masked_line(info.name or run.root.name),
         identity=_identity(info, status),
         verdict=_verdict(status),
-        sentence=_sentence(status, info, state, now),
+        sentence=(masked_line(sentence.line), sentence.tone),
         learned=_learned(state),
         headline=_headline(state, info, status, end),
         errors=errors_of(run),
         settings=_settings(run),
         remarks=list(_remarks(state, feed.bad_lines)),
-        charts=[(chart, _picture(chart, f"chart{at}")) for at, chart in enumerate(charts(state))],
-        system=[
-            (chart, _picture(chart, f"system{at}")) for at, chart in enumerate(system_charts(state))
-        ],
+        charts=_pictures(charts(state), "chart"),
+        system=_pictures(system_charts(state), "system"),
         lanes=lanes(state, end),
         span=_span(state, end),
         diagnoses=[_diagnosis(record, state, status) for record in state.diagnoses],
@@ -139,17 +137,13 @@ def _page(template: str, now: float, **values: object) -> str:
 def environment() -> Environment:
     """Return the environment for the templates in this folder; it escapes inserted values."""
     loader = PackageLoader("atropos_tui.monitor", package_path=".")
-    return Environment(
-        loader=loader,
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    return made.overlay(trim_blocks=True, lstrip_blocks=True)
 
 
-def _picture(chart: PageChart, name: str) -> Markup:
-    return Markup(draw(chart, name))  # ElementTree has escaped its texts
+def _pictures(drawn: Sequence[PageChart], name: str) -> list[tuple[PageChart, Markup]]:
+    # ElementTree has escaped the texts of a picture.
+    return [(chart, Markup(draw(chart, f"{name}{at}"))) for at, chart in enumerate(drawn)]
 
 
 # How it stands.
@@ -167,32 +161,27 @@ def _verdict(status: RunStatus) -> tuple[str, str]:
         return "▲ ended without a result", "bad"
     if status.exit_code == INTERRUPTED:
         return f"■ {masked_line(status.reason) or 'interrupted'}", "dim"
-    return (
-        ("✔ done", "good")
-        if status.exit_code == 0
-        else (f"✖ ended with code {status.exit_code}", "bad")
-    )
-
-
-def _sentence(status: RunStatus, info: RunInfo, state: RunState, now: float) -> tuple[str, str]:
-    found = verdict(status, info, state, now)
-    return masked_line(found.line), found.tone
+    if status.exit_code == 0:
+        return "✔ done", "good"
+    return f"✖ ended with code {status.exit_code}", "bad"
 
 
 def _learned(state: RunState) -> str:
     # First and newest held-out accuracy of every environment and split.
-    found = {name: series for name, series in state.evals.items() if len(series) > 1}
     return "; ".join(
         f"{masked_line(name)} {number(series.values[0])} → {number(series.last)}"
-        for name, series in found.items()
+        for name, series in state.evals.items()
+        if len(series) > 1
     )
 
 
-def _headline(
-    state: RunState, info: RunInfo, status: RunStatus, end: float
-) -> list[tuple[str, str]]:
+Rows = list[tuple[str, str]]
+
+
+def _headline(state: RunState, info: RunInfo, status: RunStatus, end: float) -> Rows:
     steps = f"{state.step:,}" + (f" of {info.training_steps:,}" if info.training_steps else "")
-    name, held_out = next(iter(state.evals.items()), ("", None))
+    name, held_out = next(iter(state.evals.items()), ("", Series()))
+    accuracy = f"Accuracy, {masked_line(name)}, newest" if name else "Held-out accuracy"
     rewards = state.metric("reward_mean")
     count = last_steps([RunCurves("", info, state, {})])
     newest = f", last {counted(count, 'step')}" if len(rewards) else ""
@@ -200,10 +189,7 @@ def _headline(
         ("Steps", steps),
         ("Duration", duration(end - status.started_at) if status.started_at else "–"),
         (f"Reward{newest}", number(final(rewards, count))),
-        (
-            f"Accuracy, {masked_line(name)}, newest" if name else "Held-out accuracy",
-            number(held_out.last if held_out else None),
-        ),
+        (accuracy, number(held_out.last)),
         ("Alignment, newest step", state.alignment.verdict if state.alignment else "–"),
         (f"Tokens/s{newest}", number(tokens_per_second(state, count), 0)),
     ]
@@ -211,37 +197,22 @@ def _headline(
 
 def _remarks(state: RunState, bad_lines: int) -> Iterator[str]:
     if bad_lines:
-        yield (
-            f"{counted(bad_lines, 'line')} of the run's streams were torn, foreign or too long, "
-            f"and are left out."
-        )
+        yield f"{counted(bad_lines, 'line')} of the streams left out: torn, foreign or too long."
     if state.unknown:
-        yield (
-            f"{counted(state.unknown, 'record')} of kinds that this version does not know: a "
-            f"newer one wrote them."
-        )
+        yield f"{counted(state.unknown, 'record')} of unknown kinds: a newer version wrote them."
     if state.newest_version > SCHEMA_VERSION:
-        yield (
-            f"Records claim schema version {state.newest_version:,}; this version reads "
-            f"{SCHEMA_VERSION}."
-        )
+        newest = f"{state.newest_version:,}"
+        yield f"Records claim schema version {newest}; this version reads {SCHEMA_VERSION}."
     if not state.series:
         yield "The trainer has written no telemetry: there are no curves and no figures."
     if len(state.transitions) == TRANSITIONS_KEPT or len(state.commands) == COMMANDS_KEPT:
-        yield (
-            f"Only the newest {TRANSITIONS_KEPT:,} transitions are shown; supervisor.jsonl has "
-            f"all of them."
-        )
+        yield f"Only the newest {TRANSITIONS_KEPT:,} transitions shown; supervisor.jsonl has all."
     if len(state.diagnoses) == DIAGNOSES_KEPT:
-        yield (
-            f"Only the newest {DIAGNOSES_KEPT} diagnoses are shown; supervisor.jsonl has all of "
-            f"them."
-        )
+        yield f"Only the newest {DIAGNOSES_KEPT} diagnoses shown; supervisor.jsonl has all."
     if len(state.attempt_steps) > 1:
         yield (
-            f"The trainer was started {len(state.attempt_steps)} times; what an earlier "
-            f"attempt did beyond the "
-            "checkpoint that a later one began from is left out. Dotted lines mark where it began."
+            f"The trainer was started {len(state.attempt_steps)} times. Steps of an attempt after "
+            "the checkpoint of the next one are left out. Dotted lines mark where it began."
         )
 
 
@@ -281,9 +252,8 @@ def lanes(state: RunState, end: float) -> list[Lane]:
         since, word = open_.pop(name, (until, ""))
         if word and word not in (State.PENDING, State.STOPPED, State.COMPLETED):
             left, width = 100 * (since - start) / whole, 100 * max(0.0, until - since) / whole
-            found[name].bars.append(
-                (left, width, word, f"{word} from {_clock(since)} for {duration(until - since)}")
-            )
+            words = f"{word} from {_clock(since)} for {duration(until - since)}"
+            found[name].bars.append((left, width, word, words))
 
     for record in state.transitions:
         if not start <= record.time <= end:
@@ -343,14 +313,14 @@ def _block(text: str, most: int) -> str:
 
 def _settings(run: RunDir) -> list[tuple[str, str, str]]:
     # Key, value and default of every setting that is not at its default.
-    defaults = {
-        f"trainer.{name}": field.default for name, field in TrainingConfig.model_fields.items()
-    }
-    rows = [
-        (key, value, masked_line(str(defaults.get(key, "–"))))
-        for key, value in settings_of(run).items()
-    ]
-    return [row for row in rows if row[1] != row[2]]
+    fields = TrainingConfig.model_fields
+    rows = []
+    for key, value in settings_of(run).items():
+        field_ = fields.get(key.removeprefix("trainer.")) if key.startswith("trainer.") else None
+        default = masked_line(str(field_.default)) if field_ else "–"
+        if value != default:
+            rows.append((key, value, default))
+    return rows
 
 
 def _rollouts(state: RunState) -> list[dict[str, Any]]:
@@ -391,20 +361,16 @@ def _spread(group: RolloutGroup) -> str:
     low, high = number(min(known)), number(max(known))
     if len(set(known)) == 1:
         return f"{size}, {'reward' if len(known) == 1 else 'all with the reward'} {low}"
-    return (
-        f"{size}, rewards from {low} to {high}, mean {number(mean(known))} ± "
-        f"{number(pstdev(known))}"
-    )
+    spread = f"mean {number(mean(known))} ± {number(pstdev(known))}"
+    return f"{size}, rewards from {low} to {high}, {spread}"
 
 
 def _dots(known: Sequence[float]) -> list[float]:
     # Positions between lowest and highest in percent; none if all are equal.
     low, high = min(known, default=0.0), max(known, default=0.0)
-    return (
-        [100 * (reward - low) / (high - low) for reward in known]
-        if math.isfinite(high - low) and high > low
-        else []
-    )
+    if not (math.isfinite(high - low) and high > low):
+        return []
+    return [100 * (reward - low) / (high - low) for reward in known]
 
 
 def _sample(record: RolloutRecord) -> dict[str, str]:
@@ -432,17 +398,12 @@ _FACTS = {
 }
 
 
-def _facts(run: RunDir, status: RunStatus) -> list[tuple[str, str]]:
-    data = read_json(run.run_json)
-    rows = [
-        (title, _fact(key, data[key])) for key, title in _FACTS.items() if data.get(key) is not None
-    ]
+def _facts(run: RunDir, status: RunStatus) -> Rows:
+    data = {key: value for key, value in read_json(run.run_json).items() if value is not None}
+    rows = [(title, _fact(key, data[key])) for key, title in _FACTS.items() if key in data]
     versions, git = data.get("versions"), data.get("git")
     if isinstance(versions, dict):
-        rows += [
-            (masked_line(str(name)), masked_line(str(version)))
-            for name, version in versions.items()
-        ]
+        rows += [(masked_line(name), masked_line(str(one))) for name, one in versions.items()]
     if isinstance(git, dict):
         changed = " with changes" if git.get("dirty") else ""
         rows.append(("Git commit", masked_line(str(git.get("commit"))) + changed))
@@ -489,9 +450,8 @@ def errors_of(run: RunDir) -> list[Errors]:
         kinds: dict[str, tuple[float, int, str]] = {}
         count = 0
         for at, _, _, text, *_ in chain(reader.drain(), reader.rest()):
-            is_first = not text.startswith(
-                (" ", "\t")
-            )  # lines inside a traceback belong to its error
+            # Lines inside a traceback belong to its error.
+            is_first = not text.startswith((" ", "\t"))
             if classifier.kind(text) == "error" and is_first and text.strip():
                 count += 1
                 kind = _FIGURES.sub("#", text)
@@ -506,19 +466,8 @@ def errors_of(run: RunDir) -> list[Errors]:
 # Several runs.
 
 # The first curve of each is drawn; held-out accuracy follows the reward.
-DRAWN = (
-    "reward",
-    "useful",
-    "entropy",
-    "length",
-    "kl",
-    "loss",
-    "grad",
-    "diff",
-    "lag",
-    "time",
-    "tokens",
-)
+LEARNING = ("reward", "useful", "entropy", "length", "kl", "loss", "grad")
+DRAWN = (*LEARNING, "diff", "lag", "time", "tokens")
 SMOOTHING = 10
 
 
@@ -530,9 +479,7 @@ def render_overlay(runs: Sequence[RunCurves], now: float) -> str:
     pictures = {}
     for along in Along:
         found = [chart for name in names if (chart := chart_over(name, settings, along))]
-        pictures[along] = [
-            (chart, _picture(chart, f"{along}{at}")) for at, chart in enumerate(found)
-        ]
+        pictures[along] = _pictures(found, along)
     tables = [("Final values", final_table(runs))]
     if spread := seeds_table(runs):
         tables.append(("Seeds of one setting: mean, lowest to highest", spread))

@@ -13,6 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 from xml.etree import ElementTree
 
 from matplotlib import rc_context
@@ -96,6 +97,7 @@ STEP_PARTS = ChartSpec(
 SPOTS = 120  # places in a chart that show values on hover
 
 Write = Callable[[float | None], str]
+Gauge = Callable[[GaugesRecord], float | None]
 
 
 @dataclass(frozen=True)
@@ -151,42 +153,34 @@ class PageChart:
 def charts(state: RunState) -> list[PageChart]:
     """Return every chart for which `state` has data, in reading order."""
     every = marks(state)
-    few = [
-        mark for mark in every if mark.kind != "evaluation"
-    ]  # many evaluations would hide restarts
-    found = [
-        _chart(
-            spec, state, every if any(curve.metric == HELD_OUT for curve in spec.curves) else few
-        )
-        for spec in PAGE
-    ]
-    found.append(_split(state, few))
-    return [chart for chart in found if chart.lines]
+    # Many evaluations would hide restarts, so only their own chart has their marks.
+    few = [mark for mark in every if mark.kind != "evaluation"]
+    found = []
+    for spec in PAGE:
+        has_evaluations = any(curve.metric == HELD_OUT for curve in spec.curves)
+        found.append(_chart(spec, state, every if has_evaluations else few))
+    return [chart for chart in (*found, _split(state, few)) if chart.lines]
 
 
 def _chart(spec: ChartSpec, state: RunState, beside: list[Mark]) -> PageChart:
-    found = [
-        (curve, label, series) for curve in spec.curves for label, series in _found(curve, state)
-    ]
-    lines = [
-        _line(label, at, series, WRITERS[spec.unit], scatter=curve.scatter)
-        for at, (curve, label, series) in enumerate(found, 1)
-    ]
-    longest = max(
-        (series.count for curve, _, series in found if curve.metric != HELD_OUT), default=0
-    )
-    note = (
-        f"{longest:,} points, thinned; every slice keeps its extremes." if longest > POINTS else ""
-    )
+    lines: list[PageCurve | None] = []
+    longest = 0
+    for curve in spec.curves:
+        for label, series in _found(curve, state):
+            lines.append(
+                _line(label, len(lines) + 1, series, WRITERS[spec.unit], scatter=curve.scatter)
+            )
+            longest = max(longest, 0 if curve.metric == HELD_OUT else series.count)
+    is_thin = longest > POINTS
+    note = f"{longest:,} points, thinned; every slice keeps its extremes." if is_thin else ""
     return PageChart(spec, [line for line in lines if line], beside, note)
 
 
 def _found(curve: CurveSpec, state: RunState) -> list[tuple[str, Series]]:
+    # Held-out accuracy has a curve for each environment and split.
     if curve.metric == HELD_OUT:
-        return [
-            (f"{curve.label} accuracy, {masked_line(name)}", series)
-            for name, series in state.evals.items()
-        ]
+        label = f"{curve.label} accuracy, "
+        return [(label + masked_line(name), series) for name, series in state.evals.items()]
     return [(curve.label, state.metric(curve.metric))]
 
 
@@ -212,17 +206,14 @@ def _split(state: RunState, beside: list[Mark]) -> PageChart:
 
 
 def _share(label: str, colour: int, part: Series, whole: Series) -> PageCurve:
-    pairs = list(zip(part.values, whole.values, strict=True))
-    shares = [
-        value / total if total > 0 and math.isfinite(total) else 0.0 for value, total in pairs
-    ]
-    seconds, all_of_them = sum(value for value, _ in pairs), sum(total for _, total in pairs)
-    mean_share = (
-        f"{seconds / all_of_them:.0%}" if all_of_them > 0 and math.isfinite(all_of_them) else "–"
-    )
-    return PageCurve(
-        label, colour, Series(part.steps, shares, part.times), mean_share, "of all steps"
-    )
+    def share(value: float, total: float) -> float | None:
+        return value / total if total > 0 and math.isfinite(total) else None
+
+    pairs = zip(part.values, whole.values, strict=True)
+    points = Series(part.steps, [share(*pair) or 0.0 for pair in pairs], part.times)
+    overall = share(sum(part.values), sum(whole.values))
+    words = "–" if overall is None else f"{overall:.0%}"
+    return PageCurve(label, colour, points, words, "of all steps")
 
 
 def system_charts(state: RunState) -> list[PageChart]:
@@ -231,34 +222,27 @@ def system_charts(state: RunState) -> list[PageChart]:
     if not samples:
         return []
     start = samples[0].time
-    gpus, engines = (
-        sorted({gpu.label for s in samples for gpu in s.gpus}),
-        sorted({e for s in samples for e in s.engines}),
-    )
+    gpus = sorted({gpu.label for sample in samples for gpu in sample.gpus})
+    engines = sorted({name for sample in samples for name in sample.engines})
     parts = sorted({name for sample in samples for name in sample.components})
 
-    def curve(
-        label: str, colour: int, unit: str, of: Callable[[GaugesRecord], float | None]
-    ) -> PageCurve | None:
+    def curve(label: str, colour: int, unit: str, of: Gauge) -> PageCurve | None:
         found = [(sample.time, value) for sample in samples if (value := of(sample)) is not None]
         times, values = [time for time, _ in found], [value for _, value in found]
-        line = _line(
-            masked_line(label), colour, Series(range(len(found)), values, times), WRITERS[unit]
-        )
+        series = Series(range(len(found)), values, times)
+        line = _line(masked_line(label), colour, series, WRITERS[unit])
         return line and replace(line, places=[(time - start) / 60 for time in line.points.times])
 
-    def card(label: str, name: str) -> Callable[[GaugesRecord], float | None]:
-        return lambda sample: next(
-            (getattr(gpu, name) for gpu in sample.gpus if gpu.label == label), None
-        )
+    def card(label: str, name: str) -> Gauge:
+        return lambda s: next((getattr(gpu, name) for gpu in s.gpus if gpu.label == label), None)
 
-    def engine(which: str, name: str) -> Callable[[GaugesRecord], float | None]:
+    def engine(which: str, name: str) -> Gauge:
         return lambda sample: getattr(sample.engines.get(which), name, None)
 
-    def part(which: str) -> Callable[[GaugesRecord], float | None]:
+    def part(which: str) -> Gauge:
         return lambda sample: getattr(sample.components.get(which), "memory_bytes", None)
 
-    drawn: list[tuple[ChartSpec, list[tuple[str, Callable[[GaugesRecord], float | None]]]]] = [
+    drawn: list[tuple[ChartSpec, list[tuple[str, Gauge]]]] = [
         (
             ChartSpec("GPU in use", (), "Percent of time", low=0.0, high=100.0),
             [(f"GPU {label}", card(label, "utilization_percent")) for label in gpus],
@@ -288,13 +272,12 @@ def system_charts(state: RunState) -> list[PageChart]:
             [(name, part(name)) for name in parts],
         ),
     ]
-    charts_ = []
+    found = []
     for spec, curves in drawn:
         lines = [curve(label, at, spec.unit, of) for at, (label, of) in enumerate(curves, 1)]
-        charts_.append(
-            PageChart(spec, [line for line in lines if line], [], "", over=Along.MINUTES)
-        )
-    return [chart for chart in charts_ if chart.lines]
+        if known := [line for line in lines if line]:
+            found.append(PageChart(spec, known, [], "", over=Along.MINUTES))
+    return found
 
 
 def _at_points(series: Series, points: Series) -> Series:
@@ -329,9 +312,8 @@ def _line(
 def draw(chart: PageChart, name: str) -> str:
     """Return an `<svg>` element; `name` makes its ids unique on the page."""
     with rc_context(_STYLE), warnings.catch_warnings():  # type: ignore[arg-type]
-        warnings.simplefilter(
-            "ignore"
-        )  # for example a log axis without positive values: drawn empty
+        # For example of a log axis without positive values, which is drawn empty.
+        warnings.simplefilter("ignore")
         figure = Figure(SIZE_IN)
         axes = figure.add_subplot()
         _paint(axes, chart)
@@ -348,11 +330,10 @@ def _make_room(axes: Axes) -> None:
     beside, below = _labels(axes.yaxis), _labels(axes.xaxis)
     left = max(map(len, beside), default=0) * GLYPH_PT + TICK_PT
     right = max(len(below[-1]) if below else 0, 2) * GLYPH_PT / 2
-    width, height = (72 * inches for inches in SIZE_IN)
     bottom, top = LINE_PT + TICK_PT, LINE_PT / 2
-    axes.set_position(
-        (left / width, bottom / height, 1 - (left + right) / width, 1 - (bottom + top) / height)
-    )
+    width, height = (72 * inches for inches in SIZE_IN)
+    size = 1 - (left + right) / width, 1 - (bottom + top) / height
+    axes.set_position((left / width, bottom / height, *size))
 
 
 def _labels(axis: Axis) -> list[str]:
@@ -378,18 +359,15 @@ def _spots(axes: Axes, chart: PageChart) -> Iterator[HoverSpot]:
     places = places[:: max(1, math.ceil(len(places) / SPOTS))]
     scale = 72 / axes.get_figure(root=True).dpi  # type: ignore[union-attr]
     box, height = axes.get_window_extent(), SIZE_IN[1] * 72
-    xs = [
-        float(axes.transData.transform((place, 0 if not chart.spec.log else 1))[0]) * scale
-        for place in places
-    ]
+    y = 1 if chart.spec.log else 0
+    xs = [float(axes.transData.transform((place, y))[0]) * scale for place in places]
     for at, (place, x) in enumerate(zip(places, xs, strict=True)):
         left = (x + xs[at - 1]) / 2 if at else x - 2
         right = (x + xs[at + 1]) / 2 if at + 1 < len(xs) else x + 2
         named = "step " if chart.over in ("optimizer steps", Along.STEPS) else f"{chart.over} "
-        words = [f"{named}{place:,.6g}", *_values(chart, place)]
-        yield HoverSpot(
-            left, right - left, height - box.y1 * scale, box.height * scale, "\n".join(words)
-        )
+        words = "\n".join([f"{named}{place:,.6g}", *_values(chart, place)])
+        top = height - box.y1 * scale
+        yield HoverSpot(left, right - left, top, box.height * scale, words)
 
 
 def _values(chart: PageChart, place: float) -> Iterator[str]:
@@ -405,41 +383,26 @@ def _paint(axes: Axes, chart: PageChart) -> None:
     if chart.stacked:
         _stack(axes, chart.lines)
     else:
-        for line in reversed(
-            chart.lines
-        ):  # later ones cover earlier ones: the first curve is on top
+        # Later ones cover earlier ones, and the first curve belongs on top.
+        for line in reversed(chart.lines):
             _curve(axes, line)
     _limits(axes, chart)
     low, high = axes.get_ylim()  # the healthy band and marks must not widen the axis
     if chart.spec.healthy:
         start, end = chart.spec.healthy
-        axes.axhspan(
-            low if start is None else start, high if end is None else end, color=_HEALTHY, zorder=0
-        )
+        start, end = low if start is None else start, high if end is None else end
+        axes.axhspan(start, end, color=_HEALTHY, zorder=0)
         axes.set_ylim(low, high)
     for line in chart.lines:
-        lost = [
-            place
-            for place, value in zip(line.along, line.points.values, strict=True)
-            if math.isnan(value)
-        ]
-        if lost:
-            axes.plot(
-                lost, [low] * len(lost), "x", color=_BAD, markersize=5, clip_on=False, zorder=5
-            )
+        points = zip(line.along, line.points.values, strict=True)
+        if lost := [place for place, value in points if math.isnan(value)]:
+            _signs(axes, lost, low, "x", color=_BAD, markersize=5, zorder=5)
     for mark in chart.marks:
         if mark.kind in _LINES:
             axes.axvline(mark.step, color=_LINES[mark.kind], linewidth=0.8, linestyle=(0, (2, 3)))
         else:
-            axes.plot(
-                [mark.step],
-                [low],
-                _POINTS[mark.kind],
-                color=_AXIS,
-                markersize=3.5,
-                clip_on=False,
-                zorder=4,
-            )
+            shape = _POINTS[mark.kind]
+            _signs(axes, [mark.step], low, shape, color=_AXIS, markersize=3.5, zorder=4)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=chart.over != Along.MINUTES))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
     if chart.spec.log:
@@ -447,6 +410,11 @@ def _paint(axes: Axes, chart: PageChart) -> None:
     else:
         axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, chart.spec.unit)))
+
+
+def _signs(axes: Axes, xs: Sequence[float], low: float, shape: str, **style: Any) -> None:
+    # On the x axis, half of each below it.
+    axes.plot(xs, [low] * len(xs), shape, clip_on=False, **style)
 
 
 def _tick(value: float, unit: str) -> str:
@@ -464,9 +432,7 @@ def _curve(axes: Axes, line: PageCurve) -> None:
     if line.scatter:
         axes.plot(line.along, values, "D", color=colour, markersize=4.5)
     else:
-        mark, width = (
-            ("o", 1.6) if len(points) <= FEW else ("", 1.6 if len(points) <= MANY else 0.9)
-        )
+        mark, width = "o" if len(points) <= FEW else "", 1.6 if len(points) <= MANY else 0.9
         axes.plot(line.along, values, color=colour, marker=mark, markersize=3, linewidth=width)
 
 
@@ -477,12 +443,8 @@ def _stack(axes: Axes, lines: Sequence[PageCurve]) -> None:
     wide = [*steps, steps[-1] + 1]  # each step is a column up to the next
     below = [0.0] * len(wide)
     for line in lines:
-        above = [
-            base + value
-            for base, value in zip(
-                below, [*line.points.values, line.points.values[-1]], strict=True
-            )
-        ]
+        values = [*line.points.values, line.points.values[-1]]
+        above = [base + value for base, value in zip(below, values, strict=True)]
         axes.fill_between(wide, below, above, color=_colour(line.colour), step="post", linewidth=0)
         below = above
 
@@ -490,10 +452,9 @@ def _stack(axes: Axes, lines: Sequence[PageCurve]) -> None:
 def _limits(axes: Axes, chart: PageChart) -> None:
     # The chart's own limits hold unless values lie beyond them.
     if not chart.stacked:
-        values = [
-            value for line in chart.lines for value in line.points.values if math.isfinite(value)
-        ]
-        low, high = (min(values), max(values)) if values else (0.0, 1.0)
+        every = (value for line in chart.lines for value in line.points.values)
+        values = [value for value in every if math.isfinite(value)] or [0.0, 1.0]
+        low, high = min(values), max(values)
         if chart.spec.low is not None and low >= chart.spec.low:
             axes.set_ylim(bottom=chart.spec.low)
         if chart.spec.high is not None and high <= chart.spec.high:
@@ -532,11 +493,8 @@ def _embedded(data: bytes, chart: PageChart, name: str, spots: Sequence[HoverSpo
         root.insert(at, element)
     for spot in spots:
         size = {"x": spot.left, "width": spot.width, "y": spot.top, "height": spot.height}
-        strip = ElementTree.SubElement(
-            root,
-            f"{{{SVG}}}rect",
-            {key: f"{value:.1f}" for key, value in size.items()} | {"class": "spot"},
-        )
+        attributes = {key: f"{value:.1f}" for key, value in size.items()} | {"class": "spot"}
+        strip = ElementTree.SubElement(root, f"{{{SVG}}}rect", attributes)
         ElementTree.SubElement(strip, f"{{{SVG}}}title").text = spot.words
     return ElementTree.tostring(root, encoding="unicode")
 

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Literal, get_args
 
 from atropos_common.protocol.records import RolloutRecord
@@ -75,15 +75,9 @@ def shared_beginning(questions: Iterable[str]) -> int:
     different = sorted(set(questions))
     if len(different) < 2:
         return 0
-    first, last = (
-        different[0],
-        different[-1],
-    )  # in sorted order, all texts between share their beginning
-    common = first[
-        : next(
-            (at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first)
-        )
-    ]
+    # In sorted order, all texts between share the beginning of the first and the last.
+    pairs = zip(different[0], different[-1], strict=False)
+    common = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     common = common[: len(common) - len(common.split(" ")[-1])]  # whole words
     return len(common) if len(common) >= SHARED else 0
 
@@ -104,16 +98,13 @@ def chosen(found: Iterable[RolloutGroup], only: Only) -> list[RolloutGroup]:
     if only == "all":
         return list(found)
     if only == "flat":
-        return [
-            group
-            for group in found
-            if len({one.reward for one in group.rollouts}) == 1 < len(group.rollouts)
-        ]
-    kept = [
-        (group, tuple(one for one in group.rollouts if one.advantage < 0 or one.reward <= 0))
-        for group in found
-    ]
-    return [replace(group, rollouts=rollouts) for group, rollouts in kept if rollouts]
+        rewards = ((group, [one.reward for one in group.rollouts]) for group in found)
+        return [group for group, values in rewards if len(set(values)) == 1 < len(values)]
+    kept = []
+    for group in found:
+        worse = tuple(one for one in group.rollouts if one.advantage < 0 or one.reward <= 0)
+        kept += [replace(group, rollouts=worse)] if worse else []
+    return kept
 
 
 def earlier_twin(rollout: RolloutRecord, rollouts: Sequence[RolloutRecord]) -> RolloutRecord | None:

@@ -83,11 +83,8 @@ def table(runs: Sequence[RunRow], now: float, width: int | None = None) -> list[
     rows = [HEADINGS, *(run.cells(now) for run in runs)]
     kept = list(range(len(HEADINGS)))
     for name in SPARED:
-        if (
-            width is None
-            or sum(max(len(row[at]) for row in rows) + 2 for at in kept[:-1]) + STATE_COLUMNS
-            <= width
-        ):
+        taken = sum(max(len(row[at]) for row in rows) + 2 for at in kept[:-1])
+        if width is None or taken + STATE_COLUMNS <= width:
             break
         kept.remove(HEADINGS.index(name))
     right = [place for place, at in enumerate(kept) if HEADINGS[at] in FIGURES]
@@ -96,12 +93,8 @@ def table(runs: Sequence[RunRow], now: float, width: int | None = None) -> list[
 
 def listed(run: RunDir, *, is_live: bool, now: float) -> RunRow:
     """Describe `run`; it is `UNFINISHED` if it neither lives nor has a result."""
-    info, meta, result, figures = (
-        read_info(run),
-        read_json(run.run_json),
-        read_json(run.result_json),
-        last_figures(run),
-    )
+    info, figures = read_info(run), last_figures(run)
+    meta, result = read_json(run.run_json), read_json(run.result_json)
     code = None if is_live else exit_code(run)
     until = now if is_live else None if code is None else moment(result.get("ended_at"))
     started = moment(meta.get("started_at"))
@@ -140,19 +133,15 @@ def other_runs(root: Path) -> list[RunRow]:
             if run.root != root.resolve() and run.telemetry_jsonl.is_file():
                 started = moment(read_json(run.run_json).get("started_at"))
                 found[run.root] = (path.stat().st_mtime if started is None else started, run)
-        except (
-            OSError,
-            RuntimeError,
-        ):  # unreadable, or deleted meanwhile; RuntimeError: a loop of links
-            continue
+        except (OSError, RuntimeError):
+            continue  # unreadable, or deleted meanwhile; RuntimeError: a loop of links
     newest = sorted(found.values(), key=lambda item: item[0], reverse=True)[:MOST_OTHERS]
     now = time.time()
-    return [
-        replace(
-            listed(run, is_live=has_supervisor(run), now=now), run=run.root.name, started_at=started
-        )
-        for started, run in newest
-    ]
+    rows = []
+    for started, run in newest:
+        row = listed(run, is_live=has_supervisor(run), now=now)
+        rows.append(replace(row, run=run.root.name, started_at=started))
+    return rows
 
 
 R = TypeVar("R", bound=Record)
@@ -185,11 +174,8 @@ def last_figures(run: RunDir) -> LastFigures:
 def _held_out(path: Path) -> float | None:
     # The split that an environment wrote first.
     first = next(_records(path, EvalRecord, _words(EvalRecord), 0), None)
-    found = [
-        one
-        for one in _last(path, EvalRecord, SPLITS)
-        if first is not None and one.split == first.split
-    ]
+    newest = _last(path, EvalRecord, SPLITS) if first else []
+    found = [one for one in newest if first and one.split == first.split]
     return real(found[-1].accuracy) if found else None
 
 

@@ -99,11 +99,9 @@ class Known(Run):
 def _over(known: Known) -> Verdict | None:
     status = known.status
     if status.phase is Phase.STOPPING:
-        left = [row.name for row in status.components if not row.state.is_resting]
-        return Verdict(
-            "coming",
-            f"stopping ({one_line(status.reason)}): {', '.join(left) or 'nothing'} still to end",
-        )
+        left = ", ".join(row.name for row in status.components if not row.state.is_resting)
+        reason = one_line(status.reason)
+        return Verdict("coming", f"stopping ({reason}): {left or 'nothing'} still to end")
     if status.phase is not Phase.ENDED:
         return None
     if status.exit_code == 0:
@@ -111,12 +109,8 @@ def _over(known: Known) -> Verdict | None:
     failed = [row.name for row in status.components if row.state is State.FAILED]
     wrong = min(known.standing, key=lambda found: found.component not in failed, default=None)
     # The reason of the end already names the diagnosis of a failed component.
-    is_new = wrong is not None and wrong.component not in failed
-    also, do = (
-        (f"; {one_line(wrong.title)}" if is_new else "", _first_words(wrong.fix))
-        if wrong
-        else ("", "")
-    )
+    also = f"; {one_line(wrong.title)}" if wrong and wrong.component not in failed else ""
+    do = _first_words(wrong.fix) if wrong else ""
     if status.exit_code == 130:
         return Verdict("over", f"stopped by hand: {_achieved(known)}{also}", do)
     end = "crashed" if status.exit_code is None else f"failed with code {status.exit_code}"
@@ -127,10 +121,8 @@ def _achieved(known: Known) -> str:
     state = known.state
     words = [counted(state.step, "step")]
     if (rewards := state.metric("reward_mean").values) and state.step > 1:
-        words.append(
-            f"reward {number(mean(rewards[:STEPS]), 2)} → "
-            f"{number(mean(rewards[-STEPS:]), 2)} (means of {STEPS} steps)"
-        )
+        first, last = number(mean(rewards[:STEPS]), 2), number(mean(rewards[-STEPS:]), 2)
+        words.append(f"reward {first} → {last} (means of {STEPS} steps)")
     held_out = next((series.values for series in state.evals.values() if len(series) > 1), None)
     if held_out:
         words.append(f"held-out {held_out[0]:.0%} → {held_out[-1]:.0%}")
@@ -175,11 +167,7 @@ _NAMES = {Role.ENGINE: "engine", Role.ENV: "environment"}
 def _down(row: ComponentStatus, now: float) -> str:
     if row.state is State.BACKOFF:
         left = (row.retry_at or now) - now
-        return (
-            f"crashed and starts again in {duration(left)}"
-            if left > 0
-            else "crashed and starts again"
-        )
+        return "crashed and starts again" + (f" in {duration(left)}" if left > 0 else "")
     return "has failed for good" if row.state is State.FAILED else "does not answer"
 
 
@@ -243,34 +231,25 @@ def _coming(known: Known) -> Verdict | None:
     if waiting and (not state.step or status.phase is Phase.STARTING):
         row = min(waiting, key=lambda row: row.since or known.now)
         return Verdict("coming", starting_words(row, known.info, state, known.now))
-    pending = [row for row in status.components if row.state is State.PENDING]
-    if pending and not state.step:
-        return Verdict(
-            "coming",
-            f"{pending[0].name} waits for {one_line(pending[0].waiting_for) or 'its turn'}",
-        )
     if state.step:
         return None
+    pending = next((row for row in status.components if row.state is State.PENDING), None)
+    if pending:
+        awaited = one_line(pending.waiting_for) or "its turn"
+        return Verdict("coming", f"{pending.name} waits for {awaited}")
     if known.info.other_trainer:  # it writes no records, so its first step is never seen
         made = known.state.gauges.last
         groups = sum(flow.made or 0 for flow in made.flows.values()) if made else 0
         what = (
             f"the trainer is {known.info.other_trainer}, which tells no figures: steps, reward, "
-            f"loss and alignment are"
+            f"loss and alignment are missing; {counted(groups, 'group')} of rollouts"
         )
-        return Verdict(
-            "healthy",
-            f"{what} missing; {counted(groups, 'group')} of rollouts",
-            "docs/trainers.md says how",
-        )
+        return Verdict("healthy", what, "docs/trainers.md says how")
     trainer = next(iter(known.of(Role.TRAINER)), None)
     since = max((row.since or 0.0 for row in status.components), default=0.0)
     stage = next_stage(trainer) if trainer else None
-    what = (
-        "waiting for the first batch"
-        if stage and stage.name == "first batch"
-        else "the first optimizer step"
-    )
+    waits = stage is not None and stage.name == "first batch"
+    what = "waiting for the first batch" if waits else "the first optimizer step"
     return Verdict("coming", f"{what} · {duration(known.now - since)}" if since else what)
 
 
@@ -292,15 +271,15 @@ def _too_old(known: Known) -> Verdict | None:
     if not out or out < LEFT_OUT * (out + taken):
         return None
     most = next(step.policy_lag_bound for step in reversed(steps) if step.too_old)
-    return Verdict(
-        "warning",
+    what = (
         f"policy lag at its bound: {out} of the newest {out + taken} sequences are older "
-        f"than max_policy_lag = {most} "
-        "and left out",
-        "env.max_batches_offpolicy = 1 and fewer env.max_num_workers make rollouts younger, "
-        "or raise [trainer] "
-        "max_policy_lag",
+        f"than max_policy_lag = {most} and left out"
     )
+    do = (
+        "env.max_batches_offpolicy = 1 and fewer env.max_num_workers make rollouts younger, "
+        "or raise [trainer] max_policy_lag"
+    )
+    return Verdict("warning", what, do)
 
 
 def _limited(known: Known) -> Verdict | None:
@@ -364,9 +343,8 @@ class Outage:
 
     @property
     def since(self) -> float:
-        return (
-            self.command.time if self.command and self.command.action == "start" else self.down.time
-        )
+        by_start = self.command if self.command and self.command.action == "start" else None
+        return by_start.time if by_start else self.down.time
 
 
 @dataclass(frozen=True)
@@ -387,15 +365,13 @@ class Restart:
         """Return `vllm and trainer are restarting (killed by hand 10 s ago; last time 15 s)`."""
         names = [each.row.name for each in self.outages]
         who = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-        command, why = self.outages[0].command, one_line(self.cause.title) if self.cause else ""
-        how = (
-            f"{_DONE[command.action]} {_BY[command.initiator]}"
-            if command
-            else f"{names[0]} crashed"
-        )
+        command, verb = self.outages[0].command, "is" if len(names) == 1 else "are"
+        how = f"{names[0]} crashed"
+        if command:
+            how = f"{_DONE[command.action]} {_BY[command.initiator]}"
         last = "" if self.usual_s is None else f"; last time {duration(self.usual_s)}"
-        verb = "is" if len(names) == 1 else "are"
-        ago = f"{duration(max(0.0, now - self.since))} ago" + (f": {why}" if why else "")
+        why = f": {one_line(self.cause.title)}" if self.cause else ""
+        ago = f"{duration(max(0.0, now - self.since))} ago{why}"
         return f"{who} {verb} restarting ({how} {ago}{last})"
 
     def is_slow(self, now: float) -> bool:
@@ -414,22 +390,18 @@ def restart(run: Run) -> Restart | None:
         return None
     usual = run.info.last_start_s | start_seconds(run.state.transitions)
     known = [usual[each.row.name] for each in found if each.row.name in usual]
-    return Restart(
-        found, max(known, default=None), None if found[0].command else _cause(run, found[0])
-    )
+    cause = None if found[0].command else _cause(run, found[0])
+    return Restart(found, max(known, default=None), cause)
 
 
 def _outage(run: Run, row: ComponentStatus) -> Outage | None:
     # None if it was never up, is stopped for good, or backs off after a crash.
     own = [move for move in run.state.transitions if move.component == row.name]
     # The newest time it went down; changes between healthy and unhealthy do not count.
-    down = next(
-        (move for move in reversed(own) if move.old in WAS_UP and move.new not in WAS_UP), None
-    )
-    if down is None:
+    falls = (move for move in reversed(own) if move.old in WAS_UP and move.new not in WAS_UP)
+    if (down := next(falls, None)) is None:
         return None
-    later = [move for move in own if move.seq >= down.seq and move.command_id]
-    command = run.state.commands.get(later[-1].command_id or "") if later else None
+    command = _command(run, [move for move in own if move.seq >= down.seq and move.command_id])
     if command and command.action not in _DONE:
         return None
     if row.state is State.BACKOFF and not (command and command.action == "kill"):
@@ -440,16 +412,17 @@ def _outage(run: Run, row: ComponentStatus) -> Outage | None:
 def stopped_by_hand(run: Run) -> list[str]:
     """Return the components that a `stop` command stopped."""
     found = []
+    stops = [move for move in run.state.transitions if move.new == State.STOPPED]
     for row in run.status.components:
-        moves = [
-            move
-            for move in run.state.transitions
-            if move.component == row.name and move.new == State.STOPPED
-        ]
-        command = run.state.commands.get(moves[-1].command_id or "") if moves else None
+        command = _command(run, [move for move in stops if move.component == row.name])
         if row.state is State.STOPPED and command and command.action == "stop":
             found.append(row.name)
     return found
+
+
+def _command(run: Run, moves: Sequence[StateRecord]) -> CommandRecord | None:
+    # Of the newest of these transitions.
+    return run.state.commands.get(moves[-1].command_id or "") if moves else None
 
 
 def _cause(run: Run, outage: Outage) -> DiagnosisRecord | None:
@@ -463,17 +436,14 @@ def resuming(run: Run) -> str:
     """Describe a restarted trainer or environment without a step so far; empty if none."""
     for role, steps in ((Role.TRAINER, 0), (Role.ENV, LEFT_BEHIND)):
         rows = [row for row in run.status.components if row.role is role]
-        if not rows or not run.state.step or any(not _comes_up(row) for row in rows):
+        # Every one is up and has a stage left to reach.
+        coming = all(row.started_at is not None and next_stage(row) is not None for row in rows)
+        if not rows or not run.state.step or not coming:
             continue
         row = max(rows, key=lambda row: row.started_at or 0.0)  # the last one to start
         since = row.started_at or 0.0
-        fresh = run.now - max(row.since or 0.0, since) <= max(
-            LEAST_LONG_S, LONG * run.info.last_start_s.get(row.name, 0.0)
-        )
+        usual = run.info.last_start_s.get(row.name, 0.0)
+        fresh = run.now - max(row.since or 0.0, since) <= max(LEAST_LONG_S, LONG * usual)
         if fresh and sum(step.time > since for step in run.state.newest_steps) <= steps:
             return f"{row.name} has started again: it {doing(row)} · {duration(run.now - since)}"
     return ""
-
-
-def _comes_up(row: ComponentStatus) -> bool:
-    return row.started_at is not None and next_stage(row) is not None

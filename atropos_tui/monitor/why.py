@@ -60,9 +60,8 @@ class Picture:
         status = self.status
         if self._ended:
             end = "crashed" if is_crashed(status) else f"ended with code {status.exit_code}"
-            return f"{status.run_id} {end}" + (
-                f": {one_line(status.reason)}" if status.reason else ""
-            )
+            reason = f": {one_line(status.reason)}" if status.reason else ""
+            return f"{status.run_id} {end}{reason}"
         if status.phase is Phase.STOPPING:
             left = [row.name for row in self.rows.values() if not row.state.is_resting]
             waits = f"; it waits for {_listed(left)} to be gone" if left else ""
@@ -72,16 +71,12 @@ class Picture:
     def _awaited(self) -> str:
         roots = self._roots()
         if not roots:
-            return (
-                overdue(self.state, self.status, self._now)
-                or f"it waits for {self._next_of_the_run()}"
-            )
+            late = overdue(self.state, self.status, self._now)
+            return late or f"it waits for {self._next_of_the_run()}"
         first = self.rows[roots[0]]
-        limit = self._limit(first)
-        text = (
-            f"it waits for {first.name}, which is {_word(first.state)}{self._since(first)}{limit}"
-        )
-        return text + (f", and for {_listed(roots[1:])}" if len(roots) > 1 else "")
+        state = f"{_word(first.state)}{self._since(first)}{self._limit(first)}"
+        others = f", and for {_listed(roots[1:])}" if len(roots) > 1 else ""
+        return f"it waits for {first.name}, which is {state}{others}"
 
     def _roots(self) -> list[str]:
         # The start of each chain of waiting: components that wait for no other.
@@ -106,33 +101,23 @@ class Picture:
         plan = self._plan.get(row.name)
         if row.state is not State.PENDING or plan is None:
             return []
-        known = (
-            (name, condition) for name, condition in plan.depends_on.items() if name in self.rows
-        )
         return [
             (name, condition)
-            for name, condition in known
-            if not self.rows[name].state.satisfies(condition)
+            for name, condition in plan.depends_on.items()
+            if name in self.rows and not self.rows[name].state.satisfies(condition)
         ]
 
     def _next_of_the_run(self) -> str:
-        by_role = sorted(
-            self.rows.values(), key=lambda row: row.role is not Role.TRAINER
-        )  # trainer first
-        for row in by_role:
+        trainer_first = sorted(self.rows.values(), key=lambda row: row.role is not Role.TRAINER)
+        for row in trainer_first:
             if (stage := next_stage(row)) is not None:
                 return f"{stage.name} of {row.name}{self._for(_waiting_since(row))}"
-        trainer = next(
-            (row for row in by_role if row.role is Role.TRAINER and row.state is State.HEALTHY),
-            None,
-        )
-        if trainer and not self.state.step:
-            return f"the first optimizer step{self._for(_waiting_since(trainer))}"
+        for row in trainer_first:
+            if row.role is Role.TRAINER and row.state is State.HEALTHY and not self.state.step:
+                return f"the first optimizer step{self._for(_waiting_since(row))}"
         stopped = _listed([row.name for row in self.rows.values() if row.state is State.STOPPED])
-        return (
-            f"nothing: every component is healthy or "
-            f"done{f', but {stopped} is stopped' if stopped else ''}"
-        )
+        but = f", but {stopped} is stopped" if stopped else ""
+        return f"nothing: every component is healthy or done{but}"
 
     # A component.
 
@@ -148,13 +133,8 @@ class Picture:
     def _ideas(self, row: ComponentStatus) -> list[str]:
         if self._ended:
             pids = f"; pid {', '.join(map(str, row.pids))}" if row.pids else ""
-            return (
-                []
-                if row.state is State.COMPLETED
-                else [one_line(row.reason) + pids]
-                if row.reason
-                else []
-            )
+            tells = row.reason and row.state is not State.COMPLETED
+            return [one_line(row.reason) + pids] if tells else []
         say = {
             State.PENDING: self._pending,
             State.STARTING: self._starting,
@@ -169,26 +149,20 @@ class Picture:
         return say[row.state](row)
 
     def _pending(self, row: ComponentStatus) -> list[str]:
-        gates = [
-            f"waits for {name} to be {condition}: it is "
-            f"{_word(self.rows[name].state)}{self._since(self.rows[name])}"
-            for name, condition in self._closed_gates(row)
-        ]
-        if gates:
-            return gates
-        return [
-            f"waits for {one_line(row.waiting_for)}{self._since(row)}"
-            if row.waiting_for
-            else "is about to start"
-        ]
+        lines = []
+        for name, condition in self._closed_gates(row):
+            state = f"{_word(self.rows[name].state)}{self._since(self.rows[name])}"
+            lines.append(f"waits for {name} to be {condition}: it is {state}")
+        if not lines and row.waiting_for:
+            lines.append(f"waits for {one_line(row.waiting_for)}{self._since(row)}")
+        return lines or ["is about to start"]
 
     def _starting(self, row: ComponentStatus) -> list[str]:
         lines = [f"{self._since(row).strip() or 'just now'}{self._limit(row)}"]
         if row.probe_detail:
+            probe = f"{row.probe or 'newest'} probe"
             verdict = "passed" if row.healthy else "has not passed"
-            lines.append(
-                f"its {row.probe or 'newest'} probe {verdict}: {one_line(row.probe_detail)}"
-            )
+            lines.append(f"its {probe} {verdict}: {one_line(row.probe_detail)}")
         elif row.waiting_for:
             lines.append(f"waits for {one_line(row.waiting_for)}")
         return lines + self._stages(row)
@@ -198,11 +172,10 @@ class Picture:
         if stage is None:
             return []
         reached = [(one.reached_at, one.name) for one in row.stages if one.reached_at is not None]
-        before = (
-            f"{max(reached)[1]} {self._for(max(reached)[0]).removeprefix(' for ')} ago; "
-            if reached
-            else ""
-        )
+        before = ""
+        if reached:
+            at, name = max(reached)
+            before = f"{name} {self._for(at).removeprefix(' for ')} ago; "
         lines = [f"{before}waiting for: {stage.name}{self._for(_waiting_since(row))}"]
         return lines + ([f"usually: {one_line(stage.usually)}"] if stage.usually else [])
 
@@ -242,17 +215,13 @@ class Picture:
             found = [each for each in self._open if each.component == row.name][:DIAGNOSES_SHOWN]
             return [line for each in found for line in _diagnosis_lines(each, "")]
         # A dict keeps the newest of each rule and title.
-        own = {
-            (found.rule, found.title): found
-            for found in self.state.diagnoses
-            if found.component == row.name
-        }
+        every = (found for found in self.state.diagnoses if found.component == row.name)
+        own = {(found.rule, found.title): found for found in every}
         latest = sorted(own.values(), key=lambda found: found.time)[-DIAGNOSES_SHOWN:]
         lines = [line for found in latest for line in _diagnosis_lines(found, self._when(found))]
         if more := len(own) - len(latest):
-            lines.append(
-                f"and {more} before: atropos-tui events --kind diagnosis --component {row.name}"
-            )
+            command = f"atropos-tui events --kind diagnosis --component {row.name}"
+            lines.append(f"and {more} before: {command}")
         return lines
 
     def _when(self, found: DiagnosisRecord) -> str:
@@ -269,9 +238,9 @@ class Picture:
         return self._for(row.since)
 
     def _for(self, since: float | None) -> str:
-        return (
-            "" if since is None or self._ended else f" for {duration(max(0.0, self._now - since))}"
-        )
+        if since is None or self._ended:
+            return ""
+        return f" for {duration(max(0.0, self._now - since))}"
 
 
 def _diagnosis_lines(found: DiagnosisRecord, when: str) -> list[str]:
@@ -328,10 +297,8 @@ def silent_s(state: RunState, now: float) -> float | None:
     """Return the seconds since the trainer's last record, if unusually long."""
     if state.benchmark or state.trainer_time is None:  # the summary is the trainer's last record
         return None
-    silent = now - state.trainer_time
-    return (
-        silent if silent > max(SILENT_S, SILENT_STEPS * (pace(state, None).step_s or 0.0)) else None
-    )
+    silent, step_s = now - state.trainer_time, pace(state, None).step_s or 0.0
+    return silent if silent > max(SILENT_S, SILENT_STEPS * step_s) else None
 
 
 def overdue(state: RunState, status: RunStatus, now: float) -> str:
@@ -339,11 +306,8 @@ def overdue(state: RunState, status: RunStatus, now: float) -> str:
     silent = silent_s(state, now) if state.step else None
     if silent is None:
         return ""
-    away = [
-        row.name
-        for row in status.components
-        if row.state in (State.STOPPED, State.FAILED, State.UNHEALTHY)
-    ]
+    down = (State.STOPPED, State.FAILED, State.UNHEALTHY)
+    away = [row.name for row in status.components if row.state in down]
     cause = f", {', '.join(away)} not running" if away else ""
     return f"step {state.step + 1} is overdue: silent for {duration(silent)}{cause}"
 

@@ -88,14 +88,10 @@ class RunInfo:
 
 def read_info(run: RunDir) -> RunInfo:
     """Read run.json, plan.json and profile.toml."""
-    meta, plan, profile = (
-        read_json(run.run_json),
-        read_json(run.plan_json),
-        read_toml(run.profile_toml),
-    )
+    meta, plan = read_json(run.run_json), read_json(run.plan_json)
+    profile = read_toml(run.profile_toml)
     trainer = next((c for c in _dicts(plan.get("components")) if c.get("role") == Role.TRAINER), {})
-    words = trainer.get("command")
-    command = words if isinstance(words, list) else []  # every file may be of another version
+    command = _list(trainer.get("command"))
     own = _dict(profile.get("trainer"))
     steps = flag(command, "--training-steps") or str(own.get("training_steps") or "")
     return RunInfo(
@@ -104,12 +100,8 @@ def read_info(run: RunDir) -> RunInfo:
         mode=_text(plan.get("mode")) or _text(profile.get("mode")) or _text(meta.get("mode")),
         model=flag(command, "--model-name") or _text(profile.get("model")),
         training_steps=_step_count(steps),
-        other_trainer=" ".join(
-            PurePath(_text(word)).name for word in _list(own.get("command"))[:2]
-        ),
-        components=[
-            _planned(item) for item in _dicts(plan.get("components")) if _text(item.get("name"))
-        ],
+        other_trainer=" ".join(PurePath(_text(w)).name for w in _list(own.get("command"))[:2]),
+        components=[_planned(c) for c in _dicts(plan.get("components")) if _text(c.get("name"))],
     )
 
 
@@ -133,9 +125,8 @@ def last_starts(run: RunDir, name: str) -> dict[str, float]:
         other = RunDir(root)
         if root.name != run.root.name and read_json(other.plan_json).get("name") == name:
             records = RecordTail(other.supervisor_jsonl).read()
-            if took := start_seconds(
-                record for record in records if isinstance(record, StateRecord)
-            ):
+            moves = (record for record in records if isinstance(record, StateRecord))
+            if took := start_seconds(moves):
                 return took
     return {}
 
@@ -187,10 +178,8 @@ def component_rows(info: RunInfo, state: RunState) -> list[ComponentStatus]:
             rows[record.component] = _moved(rows.get(record.component), record)
     # Advice is not a fault of the component, so its row does not show it.
     for found in state.standing.values():
-        if found.component in rows and severity_of(found) != "advice":
-            rows[found.component] = rows[found.component].model_copy(
-                update={"diagnosis": found.title}
-            )
+        if (row := rows.get(found.component or "")) and severity_of(found) != "advice":
+            rows[row.name] = row.model_copy(update={"diagnosis": found.title})
     return list(rows.values())
 
 
@@ -227,9 +216,8 @@ def flag(command: list[Any], name: str) -> str:
 
 def _moved(row: ComponentStatus | None, record: StateRecord) -> ComponentStatus:
     role = _member(Role, record.role) or (row.role if row else Role.OTHER)
-    before = row or ComponentStatus(
-        name=one_line(record.component or ""), role=role, state=State.PENDING
-    )
+    name = one_line(record.component or "")
+    before = row or ComponentStatus(name=name, role=role, state=State.PENDING)
     new = State(record.new)
     return before.model_copy(
         update={
@@ -255,28 +243,19 @@ def _planned(item: dict[str, Any]) -> PlannedComponent:
         port=_whole(item.get("port")),
         gpus=tuple(gpu for gpu in _list(item.get("gpus")) if isinstance(gpu, int)),
         command=tuple(map(str, _list(item.get("command")))),
-        depends_on={
-            name: _text(condition) for name, condition in _dict(item.get("depends_on")).items()
-        },
+        depends_on={name: _text(value) for name, value in _dict(item.get("depends_on")).items()},
         start_timeout_s=_number(item.get("start_timeout_s")),
         max_restarts=_whole(restart.get("max_restarts")),
         window_s=_number(restart.get("window_s")),
-        stages={
-            _text(stage.get("name")): _text(stage.get("usually"))
-            for stage in _dicts(item.get("stages"))
-        },
+        stages={_text(s.get("name")): _text(s.get("usually")) for s in _dicts(item.get("stages"))},
     )
 
 
 def _stages(item: PlannedComponent, state: RunState) -> list[StageStatus]:
     # With the times of its newest attempt.
     attempts = [record.attempt for record in state.transitions if record.component == item.name]
-    newest = max(attempts, default=0)
-    reached = {
-        record.stage: record.time
-        for record in state.stages.get(item.name, [])
-        if record.attempt == newest
-    }
+    found = state.stages.get(item.name, [])
+    reached = {one.stage: one.time for one in found if one.attempt == max(attempts, default=0)}
     return [
         StageStatus(name=name, reached_at=reached.get(name), usually=usually)
         for name, usually in item.stages.items()
@@ -323,24 +302,20 @@ def _dict(value: object) -> dict[str, Any]:
 
 
 def _dicts(value: object) -> list[dict[str, Any]]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+    return [item for item in _list(value) if isinstance(item, dict)]
 
 
 def living_supervisor(table: ProcessTable | None) -> int | None:
     """Return the pid of the supervisor in the journal, if it is alive."""
-    return (
-        table.supervisor.pid
-        if table and table.supervisor and tracker.supervisor_alive(table)
-        else None
-    )
+    if table and table.supervisor and tracker.supervisor_alive(table):
+        return table.supervisor.pid
+    return None
 
 
 def supervisor_gone(run: RunDir) -> bool:
     """Return True if a run has no result and its supervisor is not alive."""
-    return (
-        not run.result_json.exists()
-        and living_supervisor(ProcessTable.load(run.journal_json)) is None
-    )
+    table = ProcessTable.load(run.journal_json)
+    return not run.result_json.exists() and living_supervisor(table) is None
 
 
 def is_crashed(status: RunStatus) -> bool:
@@ -357,9 +332,8 @@ def without_result(run: RunDir, status: RunStatus) -> RunStatus:
     if found is None:
         pid = living_supervisor(table)
         reason = f"its supervisor{f' (pid {pid})' if pid else ''} does not answer"
-        return status.model_copy(
-            update={"phase": Phase.RUNNING, "supervisor_pid": pid, "reason": reason}
-        )
+        alive = {"phase": Phase.RUNNING, "supervisor_pid": pid, "reason": reason}
+        return status.model_copy(update=alive)
     mains = {name: entry.pid for name, entry in table.components.items()} if table else {}
     rows = [
         _present(row, mains.get(row.name), [one for one in found if one.component == row.name])
@@ -370,10 +344,8 @@ def without_result(run: RunDir, status: RunStatus) -> RunStatus:
     if original := run_elsewhere(run, run_id):
         reason = f"this folder is a copy: {run_id} runs in {original}"
     elif found:
-        reason += (
-            f"; {counted(len(found), 'process')} left: atropos-tui clean ends what its guard "
-            f"does not"
-        )
+        left = counted(len(found), "process")
+        reason += f"; {left} left: atropos-tui clean ends what its guard does not"
     return status.model_copy(update={"reason": reason, "components": rows})
 
 
@@ -383,9 +355,8 @@ def _last_heard(status: RunStatus) -> str:
     if failed:
         return f"; before, {failed.name} had failed: {failed.reason}"
     trainer = next((row for row in status.components if row.role is Role.TRAINER), None)
-    return (
-        "; before, the trainer had finished" if trainer and trainer.state is State.COMPLETED else ""
-    )
+    finished = trainer is not None and trainer.state is State.COMPLETED
+    return "; before, the trainer had finished" if finished else ""
 
 
 def _present(row: ComponentStatus, main: int | None, found: list[Leftover]) -> ComponentStatus:
@@ -396,9 +367,8 @@ def _present(row: ComponentStatus, main: int | None, found: list[Leftover]) -> C
     if row.state.is_resting:
         return row
     reason = "was never started" if row.started_at is None else "gone with the supervisor"
-    return row.model_copy(
-        update={"state": State.STOPPED, "reason": reason, "pid": None, "pids": []}
-    )
+    gone: dict[str, Any] = {"state": State.STOPPED, "reason": reason, "pid": None, "pids": []}
+    return row.model_copy(update=gone)
 
 
 @dataclass
@@ -412,12 +382,8 @@ class RecordBatch:
 
 def streams(run: RunDir) -> list[Path]:
     """Return all record files of `run`, existing or not."""
-    return [
-        run.supervisor_jsonl,
-        run.telemetry_jsonl,
-        run.gauges_jsonl,
-        *sorted(run.root.glob("eval.*.jsonl")),
-    ]
+    ours = (run.supervisor_jsonl, run.telemetry_jsonl, run.gauges_jsonl)
+    return [*ours, *sorted(run.root.glob("eval.*.jsonl"))]
 
 
 @dataclass
@@ -467,9 +433,8 @@ class RunFeed:
 
     def _tail(self, path: Path) -> RecordTail:
         # Without rollouts that the state would drop again.
-        return RecordTail(
-            path, unread=_ROLLOUT, unread_before=nth_from_end(path, _ROLLOUT, ROLLOUTS_KEPT)
-        )
+        kept_from = nth_from_end(path, _ROLLOUT, ROLLOUTS_KEPT)
+        return RecordTail(path, unread=_ROLLOUT, unread_before=kept_from)
 
     def _start_over(self) -> RecordBatch:
         # All streams, so that one new state holds all of them.
@@ -481,9 +446,8 @@ class RunFeed:
 def names_of(roots: Sequence[Path]) -> list[str]:
     """Return the folders of runs, with their parents if names repeat."""
     count = Counter(root.name for root in roots)
-    return [
-        f"{root.parent.name}/{root.name}" if count[root.name] > 1 else root.name for root in roots
-    ]
+    parents = [f"{root.parent.name}/" if count[root.name] > 1 else "" for root in roots]
+    return [parent + root.name for parent, root in zip(parents, roots, strict=True)]
 
 
 def load_run(root: Path) -> tuple[RunInfo, RunState, RunFeed]:

@@ -161,18 +161,15 @@ class RunState:
     def metric(self, name: str) -> Series:
         """Return a curve of the trainer, of an environment, or of an accuracy; empty without
         data."""
-        return (
-            self.series.get(name) or self.env_metrics.get(name) or self.evals.get(name) or Series()
-        )
+        tables = (self.series, self.env_metrics, self.evals)
+        return next((found for table in tables if (found := table.get(name))), Series())
 
     def names(self) -> list[str]:
         """Return the names of all curves."""
         return [*sorted(self.series), *sorted(self.evals), *sorted(self.env_metrics)]
 
     def open_commands(self) -> list[CommandRecord]:
-        return [
-            record for record in self.commands.values() if record.status in ("accepted", "running")
-        ]
+        return [one for one in self.commands.values() if one.status in ("accepted", "running")]
 
     def over_at(self, found: DiagnosisRecord) -> float | None:
         """Return the end of a diagnosis in Unix seconds; None while it is open."""
@@ -207,11 +204,9 @@ class RunState:
             self.attempt = record.attempt
         if self.trainer_time is None or record.time > self.trainer_time:
             self.trainer_time = record.time
-        if isinstance(
-            record, RolloutRecord
-        ):  # checked first: most records of a long run are rollouts
+        if isinstance(record, RolloutRecord):
             self.rollouts.append(record)
-            return
+            return  # first, because most records of a long run are rollouts
         self._put_numbers(record)
         if isinstance(record, StepRecord):
             self.step = max(self.step, record.step)
@@ -238,10 +233,8 @@ class RunState:
             values, step, time = record.__dict__, record.step, record.time
             for name in names:
                 if (value := values[name]) is not None:
-                    series = self.series.get(name)
-                    if (
-                        series is None
-                    ):  # only once per name: a call of `_put` for each number is slow
+                    # A call of `_put` for each number is slow, so only for the first of a name.
+                    if (series := self.series.get(name)) is None:
                         self._put(self.series, name, step, value, time)
                     else:
                         series.put(step, value, time)
@@ -333,12 +326,9 @@ class RunState:
         elif isinstance(record, StageRecord) and record.component:
             earlier = self.stages.get(record.component, [])
             # A new attempt drops the stages of the one before.
-            same = [
-                old
-                for old in earlier
-                if old.attempt == record.attempt and old.stage != record.stage
-            ]
-            self.stages[record.component] = [*same, record]
+            same = [old for old in earlier if old.attempt == record.attempt]
+            others = [old for old in same if old.stage != record.stage]
+            self.stages[record.component] = [*others, record]
         elif isinstance(record, CommandRecord):
             self.commands[record.command_id] = record
             while len(self.commands) > COMMANDS_KEPT:
@@ -379,39 +369,21 @@ def _ascending(events: Iterator[Event]) -> list[Event]:
 def _moved(record: StateRecord) -> Event:
     known = next((state for state in State if state.value == record.new), None)
     mark = glyph_and_word(known) if known else f"· {one_line(record.new)}"
-    attempt = (
-        f"attempt {record.attempt}" if record.attempt > 1 and record.new == State.STARTING else ""
-    )
-    words = [reason_of(record), attempt]
-    return Event(
-        record.time,
-        one_line(record.component or ""),
-        mark,
-        " · ".join(word for word in words if word),
-        TONES.get(record.new, "dim"),
-        f"from {one_line(record.old)}"
-        + (f", exit code {record.exit_code}" if record.exit_code is not None else ""),
-    )
+    is_again = record.attempt > 1 and record.new == State.STARTING
+    words = [reason_of(record), f"attempt {record.attempt}" if is_again else ""]
+    text, tone = " · ".join(filter(None, words)), TONES.get(record.new, "dim")
+    code = "" if record.exit_code is None else f", exit code {record.exit_code}"
+    detail = f"from {one_line(record.old)}{code}"
+    return Event(record.time, one_line(record.component or ""), mark, text, tone, detail)
 
 
 def diagnosed(record: DiagnosisRecord, over_at: float | None = None) -> Event:
     """Return a diagnosis as an event."""
-    over = "" if over_at is None else f"at {clock(over_at)}"
-    parts = [
-        ("evidence", record.evidence),
-        ("fix", record.fix),
-        ("rule", record.rule),
-        ("over", over),
-    ]
-    detail = "\n".join(f"{name}: {plain_lines(text)}" for name, text in parts if text)
-    return Event(
-        record.time,
-        one_line(record.component or ""),
-        "▲ diagnosis",
-        one_line(record.title),
-        "warn",
-        detail,
-    )
+    parts = {"evidence": record.evidence, "fix": record.fix, "rule": record.rule}
+    parts["over"] = "" if over_at is None else f"at {clock(over_at)}"
+    detail = "\n".join(f"{name}: {plain_lines(text)}" for name, text in parts.items() if text)
+    component, title = one_line(record.component or ""), one_line(record.title)
+    return Event(record.time, component, "▲ diagnosis", title, "warn", detail)
 
 
 def _commanded(record: CommandRecord) -> Event:
