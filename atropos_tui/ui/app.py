@@ -63,19 +63,16 @@ from atropos_tui.ui.widgets.rollouts import RolloutDetail, Rollouts
 # Seconds to wait for the lines of a log that was switched to, and number of checks in that time.
 FILL_S, FILL_LOOKS = 0.6, 6
 SEARCHED = (LogView, Rollouts, Events)
+# Classes of the screen by its size, for the style sheets.
+WIDTHS = ("-tiny", "-narrow", "-wide", "-wider", "-widest")
+HEIGHTS = ("-flat", "-short", "-normal", "-tall")
 
 
 class CockpitApp(CommandApp):
     CSS_PATH = "app.tcss"
     TITLE = "atropos-tui"
-    HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012
-        (0, "-tiny"),
-        (40, "-narrow"),
-        (110, "-wide"),
-        (150, "-wider"),
-        (180, "-widest"),
-    ]
-    VERTICAL_BREAKPOINTS = [(0, "-flat"), (12, "-short"), (30, "-normal"), (48, "-tall")]  # noqa: RUF012
+    HORIZONTAL_BREAKPOINTS = list(zip((0, 40, 110, 150, 180), WIDTHS, strict=True))
+    VERTICAL_BREAKPOINTS = list(zip((0, 12, 30, 48), HEIGHTS, strict=True))
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(
             "r",
@@ -180,11 +177,8 @@ class CockpitApp(CommandApp):
     # Messages of the feed.
 
     def on_status_arrived(self, message: StatusArrived) -> None:
-        news = (
-            self.status is None
-            or bool(self.gone)
-            or stable_fields(message.status) != stable_fields(self.status)
-        )
+        before = None if self.status is None or self.gone else stable_fields(self.status)
+        news = stable_fields(message.status) != before
         self.status, self.gone = message.status, ""
         self.is_over = message.status.phase is Phase.ENDED
         self._after_status(news)
@@ -326,9 +320,8 @@ class CockpitApp(CommandApp):
             self.action_view("rollouts")
 
     def on_events_asked(self, message: Events.Asked) -> None:
-        self.run_worker(
-            self._go_to_log(message.component, message.moment), group="jump", exclusive=True
-        )
+        jump = self._go_to_log(message.component, message.moment)
+        self.run_worker(jump, group="jump", exclusive=True)
 
     async def _go_to_log(self, component: str, time: float) -> None:
         table, log = self.find(Components), self.find(LogView)
@@ -376,9 +369,8 @@ class CockpitApp(CommandApp):
     def action_all_logs(self) -> None:
         self._log_of_all = not self._log_of_all
         table = self.find(Components)
-        self._follow_logs(
-            "" if self._log_of_all or not (table and table.selected) else table.selected.name
-        )
+        row = table.selected if table and not self._log_of_all else None
+        self._follow_logs(row.name if row else "")
 
     def action_search(self) -> None:
         if seen := self._searchable():
@@ -386,11 +378,8 @@ class CockpitApp(CommandApp):
 
     def _searchable(self) -> list[LogView | Rollouts | Events]:
         # The focused one comes first.
-        seen = (
-            [widget for widget in visible(self.main) if isinstance(widget, SEARCHED)]
-            if self.main
-            else []
-        )
+        shown = visible(self.main) if self.main else ()
+        seen = [widget for widget in shown if isinstance(widget, SEARCHED)]
         return sorted(seen, key=lambda widget: widget is not self.focused)
 
     def action_filter_log(self) -> None:
@@ -416,11 +405,8 @@ class CockpitApp(CommandApp):
             svg = self.export_screenshot(title=f"atropos-tui · {self.info.name}")
             path = save_screenshot(svg, self.info.name, Path())
         except OSError as error:
-            self.refuse(
-                f"cannot save the picture: {error.strerror}",
-                "start the screen in a writable directory",
-                "picture",
-            )
+            reason = f"cannot save the picture: {error.strerror}"
+            self.refuse(reason, "start the screen in a writable directory", "picture")
         else:
             self.notify(f"saved {path.resolve()}", markup=False)
 
@@ -429,12 +415,8 @@ class CockpitApp(CommandApp):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         panels_with_keys = [widget for kind in SEARCHED if (widget := self.find(kind))]
-        return palette(
-            self,
-            panels_with_keys,
-            self.status.components if self.status and self.can_act else (),
-            self.act,
-        )
+        rows = self.status.components if self.status and self.can_act else ()
+        return palette(self, panels_with_keys, rows, self.act)
 
     # Charts.
 
@@ -465,10 +447,8 @@ class CockpitApp(CommandApp):
         if at == len(ends):
             self.notify(f"no record has the time of step {step}", timeout=3)
         elif what == "log":
-            trainer = next(
-                (part.name for part in self.info.components if part.role == "trainer"), ""
-            )
-            self.post_message(Events.Asked(trainer, ends.times[at]))
+            trainers = (part.name for part in self.info.components if part.role == "trainer")
+            self.post_message(Events.Asked(next(trainers, ""), ends.times[at]))
         else:
             self.action_view("events")
             if events := self.find(Events):

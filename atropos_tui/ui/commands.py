@@ -13,6 +13,7 @@ from textual.binding import Binding
 from textual.color import Color
 from textual.dom import DOMNode
 from textual.filter import LineFilter
+from textual.notifications import SeverityLevel
 from textual.screen import Screen
 from textual.widget import Widget
 
@@ -98,11 +99,8 @@ class CommandApp(App[Outcome]):
                 return
             words = f"{record.action} {record.component or 'the stack'}: {record.status}"
             detail = f" · {one_line(record.detail)}" if record.detail else ""
-            self.notify(
-                words + detail,
-                severity="error" if record.status == "failed" else "information",
-                markup=False,
-            )
+            severity: SeverityLevel = "error" if record.status == "failed" else "information"
+            self.notify(words + detail, severity=severity, markup=False)
 
     # Acting.
 
@@ -127,10 +125,8 @@ class CommandApp(App[Outcome]):
         if self.read_only:
             self.refuse("this screen is read-only", "attach without --read-only to send commands")
         elif self.is_over:
-            self.refuse(
-                "this run has ended",
-                "start another with `atropos-tui up`, or continue this one with `up --resume`",
-            )
+            fix = "start another with `atropos-tui up`, or continue this one with `up --resume`"
+            self.refuse("this run has ended", fix)
         elif not (self._is_asking or self._asks_to_leave):
             self.user_selects = self._is_asking = True
             self.run_worker(self._act(action, component), group="commands")
@@ -225,18 +221,12 @@ def palette(
         for binding in _bindings(owner):
             if binding.tooltip and not binding.system:
                 key = _NAMED.get(binding.key) or app.get_key_display(binding)
-                yield SystemCommand(
-                    binding.description,
-                    f"{binding.tooltip} · key {key}",
-                    partial(app.run_action, binding.action, owner),
-                )
+                run = partial(app.run_action, binding.action, owner)
+                yield SystemCommand(binding.description, f"{binding.tooltip} · key {key}", run)
     for row in rows:
         for action in _possible(row):
-            yield SystemCommand(
-                f"{action.capitalize()} {row.name}",
-                f"{row.name} is {row.state}",
-                partial(act, action, row.name),
-            )
+            name = f"{action.capitalize()} {row.name}"
+            yield SystemCommand(name, f"{row.name} is {row.state}", partial(act, action, row.name))
 
 
 def _bindings(owner: DOMNode) -> list[Binding]:
@@ -285,6 +275,5 @@ def explained(app: App[Any], widgets: Iterable[Widget]) -> dict[str, dict[str, s
             if binding.tooltip.partition(": ")[0] not in here:
                 explain(binding)
     away = " (focus it with tab or a click)"
-    return {
-        name if name in here else f"{name}{away}": keys for name, keys in sections.items() if keys
-    }
+    named = ((name if name in here else name + away, keys) for name, keys in sections.items())
+    return {name: keys for name, keys in named if keys}

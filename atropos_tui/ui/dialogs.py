@@ -14,6 +14,7 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Button, SelectionList, Static
+from textual.widgets.button import ButtonVariant
 from textual.widgets.selection_list import Selection
 
 from atropos_common.protocol.control import Recipe
@@ -47,11 +48,8 @@ class ConfirmDialog(_Dialog):
             box.border_title = f"{verb} {what}?"
             yield Static(radius_text(recipe), classes="dialog-text")
             with Horizontal(classes="dialog-buttons"):
-                yield Button(
-                    f"{verb}  y",
-                    variant="error" if recipe.action == "kill" else "primary",
-                    id="yes",
-                )
+                variant: ButtonVariant = "error" if recipe.action == "kill" else "primary"
+                yield Button(f"{verb}  y", variant=variant, id="yes")
                 yield Button("Cancel  esc", id="no")
 
     def on_mount(self) -> None:
@@ -76,13 +74,11 @@ class QuitDialog(_Dialog):
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog", id="quit") as box:
             box.border_title = "Quit?"
-            yield Static(
-                Text(
-                    "Detach: the run keeps going; `atropos-tui attach` opens it again.\n"
-                    "Stop: the trainer saves, then every process is stopped in order."
-                ),
-                classes="dialog-text",
+            words = (
+                "Detach: the run keeps going; `atropos-tui attach` opens it again.\n"
+                "Stop: the trainer saves, then every process is stopped in order."
             )
+            yield Static(Text(words), classes="dialog-text")
             with Horizontal(classes="dialog-buttons"):
                 yield Button("Detach  d", variant="primary", id="detach")
                 yield Button("Stop the run  s", variant="error", id="stop")
@@ -164,10 +160,8 @@ class _ChooseDialog(_Dialog):
             elif self._heads:
                 yield Static(Text(" " * BOX + self._heads, no_wrap=True), classes="dialog-heads")
             # `Text`, because names of runs and curves must not be parsed as markup.
-            options = [
-                Selection(Text(line, no_wrap=True), at, at in self._marked)
-                for at, line in enumerate(self._lines)
-            ]
+            lines = (Text(line, no_wrap=True) for line in self._lines)
+            options = [Selection(line, at, at in self._marked) for at, line in enumerate(lines)]
             yield SelectionList[int](*options)
 
     def on_mount(self) -> None:
@@ -187,9 +181,7 @@ class ChooseRunsDialog(_ChooseDialog):
     """Returns the directories of runs to compare with; None changes nothing."""
 
     HEADING = "Compare with"
-    NOTHING = (
-        "No other run with training records was found, neither beside this one nor among your own."
-    )
+    NOTHING = "No other run with training records was found, beside this one or among your own."
 
     def __init__(self, runs: Sequence[RunRow], chosen: Container[Path], columns: int) -> None:
         heads, *lines = table(runs, time.time(), columns - AROUND - BOX)
@@ -209,15 +201,12 @@ class ChooseCurvesDialog(_ChooseDialog):
 def radius_text(recipe: Recipe) -> Text:
     """Return what stops and what starts, in order, with the reason."""
     text = Text()
-    if recipe.stop:
-        text.append("stops   ", "dim").append(" → ".join(recipe.stop), "bold").append("\n")
-    if recipe.start:
-        text.append("starts  ", "dim").append(" → ".join(recipe.start), "bold").append("\n")
+    for label, names in (("stops   ", recipe.stop), ("starts  ", recipe.start)):
+        if names:
+            text.append(label, "dim").append(" → ".join(names), "bold").append("\n")
     if recipe.action == "kill":
-        text.append(
-            "\nKill leaves no time to save or clean up. The restart policy decides what "
-            "happens next.\n"
-        )
+        text.append("\nKill leaves no time to save or clean up. ")
+        text.append("The restart policy decides what happens next.\n")
     if recipe.note:
         text.append("\n" + recipe.note + "\n")
     text.rstrip()

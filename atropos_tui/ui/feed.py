@@ -166,11 +166,8 @@ class Feed:
                 self._post(SupervisorGone(str(error), ended=True))
             # Not `ended`: a busy supervisor may answer the next poll.
             except (*UNANSWERED, Refused) as error:
-                self._post(
-                    SupervisorGone(
-                        f"the supervisor does not answer ({type(error).__name__})", ended=False
-                    )
-                )
+                reason = f"the supervisor does not answer ({type(error).__name__})"
+                self._post(SupervisorGone(reason, ended=False))
             await _wait(self._read_status_now, STATUS_S)
 
     async def follow_events(self) -> None:
@@ -194,11 +191,7 @@ class Feed:
             news = (batch.behind, feed.bad_lines, info)
             if batch.records or batch.from_start or news != posted:
                 posted = news
-                self._post(
-                    RecordsArrived(
-                        batch.records, batch.from_start, batch.behind, feed.bad_lines, info
-                    )
-                )
+                self._post(RecordsArrived(batch.records, batch.from_start, *news))
             # While behind, read on without a pause.
             if not batch.behind:
                 pause = FEED_S if batch.records else min(pause * 1.5, QUIET_S)
@@ -212,11 +205,8 @@ class Feed:
                 pause = LOG_S if entries else min(pause * 1.5, QUIET_S)
                 # The user may have switched components during the read.
                 if entries and wanted == self._log_of:
-                    self._post(
-                        LogArrived(
-                            wanted, feed.path(wanted[0]) if len(wanted) == 1 else None, entries
-                        )
-                    )
+                    path = feed.path(wanted[0]) if len(wanted) == 1 else None
+                    self._post(LogArrived(wanted, path, entries))
             await _wait(self._read_log_now, pause)
 
     async def recipe(self, action: Action, component: str | None) -> Recipe:
@@ -268,9 +258,8 @@ async def _answering() -> AsyncIterator[None]:
     except NoSupervisor as error:
         raise Refused("no supervisor runs this stack", str(error)) from error
     except UNANSWERED as error:
-        raise Refused(
-            f"the supervisor does not answer ({type(error).__name__})", "try again in a moment"
-        ) from error
+        reason = f"the supervisor does not answer ({type(error).__name__})"
+        raise Refused(reason, "try again in a moment") from error
 
 
 async def _wait(wake: asyncio.Event, seconds: float) -> None:

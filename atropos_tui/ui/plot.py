@@ -160,13 +160,7 @@ def plot(
     """Draw `curves`, the first on top, as `height` lines; blank if the space is too small."""
     # Steps beyond MOST_STEPS come from corrupt records and would compress the whole plot.
     ends = [step for curve in curves for step in curve.steps if abs(step) <= MOST_STEPS]
-    last = (
-        axes.first + 1
-        if axes.last is None and not ends
-        else max(ends)
-        if axes.last is None
-        else axes.last
-    )
+    last = max(ends, default=axes.first) if axes.last is None else axes.last
     last = last if last - axes.first > SMALLEST else axes.first + 1
     curves = [_in_view(curve, axes.first, last) for curve in curves]
     # One line is the x axis; marks take another one if the plot is high enough.
@@ -189,27 +183,15 @@ def plot(
         if not curve.scatter:
             _draw(canvas, curve, scale, axes.first, last)
     _draw_points(canvas, [curve for curve in curves if curve.scatter], scale, axes.first, last)
-    _mark_lines(
-        canvas,
-        [curve for curve in curves if curve.mark and not curve.scatter],
-        scale,
-        axes.first,
-        last,
-    )
+    marked = [curve for curve in curves if curve.mark and not curve.scatter]
+    _mark_lines(canvas, marked, scale, axes.first, last)
     below = _draw_cursor_and_marks(canvas, axes, last, ink, own_line=rows < height - 1)
     healthy, limits = _healthy_rows(scale, axes.healthy)
-    lines = [
-        _row(
-            canvas,
-            row,
-            labels.get(row),
-            gutter,
-            ink,
-            is_limit=row in limits,
-            is_healthy=row in healthy,
-        )
-        for row in range(rows)
-    ]
+    lines = []
+    for row in range(rows):
+        start = f"{labels.get(row, ''):>{gutter}} {'┤' if row in labels else '│'}"
+        blank = "╌" if row in limits else "┈" if row in labels else " "
+        lines.append([Segment(start, ink.axis), *_row(canvas, row, blank, ink, row in healthy)])
     under = [[Segment(" " * (gutter + 2) + below, ink.mark)]] if below else []
     return [*lines, *under, _x_axis(axes.first, last, columns, gutter, ink.axis)]
 
@@ -273,10 +255,8 @@ def _healthy_rows(
         return range(0), set()
     top = 0 if high is None else scale.y(high) // 4
     bottom = (scale.rows - 1 if low is None else scale.y(low)) // 4
-    limits = {
-        scale.y(end) // 4 for end in healthy if end is not None and scale.low < end < scale.high
-    }
-    return range(top, bottom + 1), limits
+    ends = (end for end in healthy if end is not None and scale.low < end < scale.high)
+    return range(top, bottom + 1), {scale.y(end) // 4 for end in ends}
 
 
 def y_ticks(low: float, high: float, log: bool, most: int) -> list[float]:
@@ -319,9 +299,8 @@ def _is_even(ticks: Sequence[float], scale: _Scale) -> bool:
 def nice_step(rough: float) -> float:
     """Return the smallest of 1, 2, 2.5, 5, 10 or 20 times a power of ten from `rough` on."""
     power = 10.0 ** math.floor(math.log10(rough))
-    return next(
-        factor * power for factor in (1, 2, 2.5, 5, 10, 20) if factor * power >= rough * (1 - 1e-9)
-    )
+    steps = (factor * power for factor in (1, 2, 2.5, 5, 10, 20))
+    return next(step for step in steps if step >= rough * (1 - 1e-9))
 
 
 def tick_label(value: float, log: bool, ticks: Sequence[float]) -> str:
@@ -421,23 +400,14 @@ def _mark_lines(
                 canvas.mark(2 * column, scale.y(value), curve.mark, curve.style)
 
 
-def _row(
-    canvas: _Canvas,
-    row: int,
-    label: str | None,
-    gutter: int,
-    ink: Ink,
-    *,
-    is_limit: bool,
-    is_healthy: bool,
-) -> Line:
-    under = ink.healthy if is_healthy else Style()
-    line = [Segment(f"{label or '':>{gutter}} {'┤' if label else '│'}", ink.axis)]
-    glyph, style = "╌" if is_limit else "┈" if label else " ", ink.limit if is_limit else ink.grid
+def _row(canvas: _Canvas, row: int, blank: str, ink: Ink, is_healthy: bool) -> Line:
+    # `blank` is drawn where no curve is.
+    under, style = ink.healthy if is_healthy else Style(), ink.limit if blank == "╌" else ink.grid
+    line: Line = []
     first, end = row * canvas.width, (row + 1) * canvas.width
     run, run_style, run_ground = "", style, under
     for cell in range(first, end):
-        here, cell_style = _cell(canvas, cell, ink) or (glyph, style)
+        here, cell_style = _cell(canvas, cell, ink) or (blank, style)
         ground = canvas.ground.get(cell, under)
         # Merge neighbouring cells of one style: the cost of a line grows with its segments.
         if cell_style is not run_style or ground is not run_ground:
@@ -454,10 +424,8 @@ def _cell(canvas: _Canvas, cell: int, ink: Ink) -> tuple[str, Style] | None:
     if cell in canvas.marks:
         glyph, style = canvas.marks[cell]
         return glyph, ink.bad if glyph == "×" else style
-    if cell in canvas.dots:
-        return chr(0x2800 + canvas.dots[cell]), canvas.styles[
-            cell
-        ]  # U+2800 is the empty Braille cell
+    if cell in canvas.dots:  # U+2800 is the empty Braille cell
+        return chr(0x2800 + canvas.dots[cell]), canvas.styles[cell]
     return canvas.under.get(cell)
 
 
@@ -466,14 +434,12 @@ def _x_axis(first: float, last: float, columns: int, gutter: int, style: Style) 
     cells = [" "] * (gutter + 2 + columns)
     step = nice_step((last - first) / max(1, columns // 8))
     while True:
-        ticks = [
-            at * step for at in range(math.ceil(first / step), math.floor(last / step + 1e-9) + 1)
-        ]
+        numbers = range(math.ceil(first / step), math.floor(last / step + 1e-9) + 1)
+        ticks = [number * step for number in numbers]
         texts = _label_columns(ticks, first, last, columns, gutter)
+        pairs = pairwise(texts.values())
         # Widen the step until no two labels touch.
-        if len(ticks) < 2 or all(
-            end + 1 < start for (_, end), (start, _) in pairwise(texts.values())
-        ):
+        if len(ticks) < 2 or all(end + 1 < start for (_, end), (start, _) in pairs):
             break
         step = nice_step(step * 1.5)
     for text, (start, end) in texts.items():
@@ -490,13 +456,8 @@ def _label_columns(
     for value in ticks:
         text = place_label(value, ticks[1] - ticks[0] if len(ticks) > 1 else 1)
         if len(text) < whole - gutter:
-            at = (
-                gutter
-                + 2
-                + round((value - first) / (last - first) * (columns - 1))
-                - len(text) // 2
-            )
-            at = min(max(at, gutter + 1), whole - len(text))
+            middle = gutter + 2 + round((value - first) / (last - first) * (columns - 1))
+            at = min(max(middle - len(text) // 2, gutter + 1), whole - len(text))
             found[text] = at, at + len(text)
     return found
 
@@ -524,9 +485,8 @@ def textures(order: Sequence[str], *, colours: bool) -> TextureOf:
 def progress_bar(share: float, width: int, done: Style, left: Style) -> Text:
     """Return a line of `width` cells of which `share` (0 to 1) is done."""
     count = round(share * width)
-    return Text.assemble(
-        (_DONE * count, done), (_LEFT * (width - count), left), no_wrap=True, end=""
-    )
+    bar = Text(no_wrap=True, end="").append(_DONE * count, done)
+    return bar.append(_LEFT * (width - count), left)
 
 
 def split_bar(split: Split, texture: TextureOf, style: StyleOf, width: int) -> Text:

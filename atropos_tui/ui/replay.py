@@ -25,7 +25,16 @@ from atropos_tui.ui.widgets.log_view import LogView
 # Seconds between two draws of the bar and two reads of the recording.
 TICK_S = 0.25
 FASTER = 2.0
-TIME_KEYS = ("pause", "faster", "seek", "event")
+TIME_KEYS = (
+    ("space", "pause", "Pause", "pause, or go on; at the end, begin again"),
+    ("plus", "faster(1)", "Faster", "twice as fast"),
+    ("minus", "faster(-1)", "Slower", "half as fast"),
+    ("left", "seek(-1)", "Back", "back by a fiftieth"),
+    ("right", "seek(1)", "Ahead", "ahead by a fiftieth"),
+    ("shift+left", "event(-1)", "Back", "back to an event"),
+    ("shift+right", "event(1)", "Ahead", "ahead to an event"),
+)
+TIME_ACTIONS = ("pause", "faster", "seek", "event")
 # Refused with a reason, and hidden from the footer.
 REFUSED = (
     ("r", "act('restart')", "Restart"),
@@ -60,13 +69,8 @@ class ReplayBar(Widget):
         clock, width = self._clock, self.content_size.width
         now = self._shown = clock.now()
         whole, quiet = clock.last - clock.first, ink(self.app, "dim")
-        word = (
-            "▮▮ paused"
-            if clock.paused
-            else "■ at its end"
-            if clock.at_end
-            else f"▶ {clock.speed:g}×"
-        )
+        word = "■ at its end" if clock.at_end else f"▶ {clock.speed:g}×"
+        word = "▮▮ paused" if clock.paused else word
         left = Text.assemble((" REPLAY ", ink(self.app, "replay")), f" {word}  ", no_wrap=True)
         left.append(time_of_day(now))
         left.append(f"  {duration(now - clock.first)} of {duration(whole)} ", quiet)
@@ -83,60 +87,9 @@ class ReplayBar(Widget):
 
 class ReplayApp(CockpitApp):
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(
-            "space",
-            "pause",
-            "Pause",
-            priority=True,
-            tooltip="Replay: pause, or go on; at the end, begin again",
-        ),
-        Binding(
-            "plus",
-            "faster(1)",
-            "Faster",
-            priority=True,
-            show=False,
-            tooltip="Replay: twice as fast",
-        ),
-        Binding(
-            "minus",
-            "faster(-1)",
-            "Slower",
-            priority=True,
-            show=False,
-            tooltip="Replay: half as fast",
-        ),
-        Binding(
-            "left",
-            "seek(-1)",
-            "Back",
-            priority=True,
-            show=False,
-            tooltip="Replay: back by a fiftieth",
-        ),
-        Binding(
-            "right",
-            "seek(1)",
-            "Ahead",
-            priority=True,
-            show=False,
-            tooltip="Replay: ahead by a fiftieth",
-        ),
-        Binding(
-            "shift+left",
-            "event(-1)",
-            "Back",
-            priority=True,
-            show=False,
-            tooltip="Replay: back to an event",
-        ),
-        Binding(
-            "shift+right",
-            "event(1)",
-            "Ahead",
-            priority=True,
-            show=False,
-            tooltip="Replay: ahead to an event",
+        *(
+            Binding(keys, action, name, keys == "space", priority=True, tooltip=f"Replay: {tip}")
+            for keys, action, name, tip in TIME_KEYS
         ),
         Binding("d,q", "ask_quit", "Leave", tooltip="Leave the replay"),
         *(Binding(*keys, show=False, tooltip="Refused: this run has ended") for keys in REFUSED),
@@ -169,9 +122,8 @@ class ReplayApp(CockpitApp):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         # These bindings have priority: they would take keys from inputs, dialogs and charts.
-        # These bindings have priority, so without this check they would take keys from inputs and
-        # dialogs.
-        if action in TIME_KEYS and (isinstance(self.focused, Input) or len(self.screen_stack) > 1):
+        is_typing = isinstance(self.focused, Input) or len(self.screen_stack) > 1
+        if action in TIME_ACTIONS and is_typing:
             return False
         if action in ("faster", "seek", "event") and isinstance(self.focused, Chart):
             return False  # the chart uses these keys for its cursor and zoom

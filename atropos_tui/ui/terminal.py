@@ -67,9 +67,7 @@ def run_app(app: CommandApp) -> Outcome:
         # Textual's driver handles neither signal.
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, leave)
-        threading.Thread(
-            target=_watch_terminal, args=(leave,), name="terminal", daemon=True
-        ).start()
+        threading.Thread(target=_watch_terminal, args=(leave,), daemon=True).start()
         try:
             return await app.run_async()
         finally:
@@ -95,9 +93,8 @@ def _watch_terminal(gone: Callable[[], None]) -> None:
         return
     watched = select.poll()
     watched.register(sys.__stdin__.fileno(), 0)  # no flags: POLLHUP and POLLERR are always reported
-    while not any(
-        event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in watched.poll()
-    ):
+    ends = select.POLLHUP | select.POLLERR | select.POLLNVAL
+    while not any(event & ends for _, event in watched.poll()):
         pass
     gone()
 
@@ -170,9 +167,7 @@ def _answer(terminal: int, timeout_s: float) -> bytes:
 
 def ground_of(answer: bytes) -> Ground | None:
     """Parse an answer to OSC 11: `rgb:` and three hexadecimal numbers of up to four digits."""
-    found = re.search(
-        rb"\]11;rgba?:([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})", answer
-    )
+    found = re.search(rb"\]11;rgba?:([0-9a-f]{1,4})/([0-9a-f]{1,4})/([0-9a-f]{1,4})", answer, re.I)
     if found is None:
         return None
     red, green, blue = (int(part, 16) / (16 ** len(part) - 1) for part in found.groups())

@@ -58,11 +58,7 @@ class SearchBar(Horizontal):
         yield Label("", id="search-found", markup=False)
 
     def ask(
-        self,
-        what: str,
-        apply: Apply,
-        done: Callable[[], object],
-        accept: Callable[[], object] = lambda: None,
+        self, what: str, apply: Apply, done: Callable[[], object], accept: Callable[[], object]
     ) -> None:
         """Open the line.
 
@@ -148,22 +144,17 @@ class CommandBar(TextPanel):
             self.view = view
 
     def render(self) -> RenderResult:
-        lines = (
-            [self._line(self.view, command) for command in self._open(self.view)]
-            if self.view
-            else []
-        )
+        view = self.view
+        lines = [self._line(view, command) for command in self._open(view)] if view else []
         return Text("\n").join(lines)
 
     def _open(self, view: View) -> list[CommandRecord]:
         # A supervisor that died left its pending commands in the records forever: show only those
         # of the current one.
-        since = view.status.started_at or 0.0 if view.status else 0.0
-        commands = (
-            []
-            if view.gone
-            else [command for command in view.state.open_commands() if command.time >= since]
-        )
+        since = (view.status.started_at if view.status else None) or 0.0
+        commands = [
+            one for one in view.state.open_commands() if one.time >= since and not view.gone
+        ]
         # Here, because `view.state` grows: a repaint may be the first to see a command.
         for command in commands:
             self._since.setdefault(command.command_id, command.time)
@@ -171,11 +162,8 @@ class CommandBar(TextPanel):
 
     def _line(self, view: View, command: CommandRecord) -> Text:
         by = "" if command.initiator == "user" else f" (by the {command.initiator})"
-        line = Text(
-            f"◔ {command.action} {command.component or 'the stack'}{by}",
-            self.ink("busy"),
-            no_wrap=True,
-        )
+        words = f"◔ {command.action} {command.component or 'the stack'}{by}"
+        line = Text(words, self.ink("busy"), no_wrap=True)
         line.append(f"  {duration(view.now - self._since[command.command_id])}", self.ink("dim"))
         recipe = self._recipes.get(command.command_id)
         rows = {row.name: row for row in view.status.components} if view.status else {}
@@ -199,11 +187,8 @@ class Keys(Footer):
 
     async def recompose(self) -> None:
         # Textual calls this at every change of focus; it took a sixth of the time of a key press.
-        found = [
-            (one.binding, one.enabled)
-            for one in self.screen.active_bindings.values()
-            if one.binding.show
-        ]
+        active = self.screen.active_bindings.values()
+        found = [(one.binding, one.enabled) for one in active if one.binding.show]
         if (found, idle := self.idle()) != self._offered:
             self._offered = (found, idle)
             await super().recompose()
@@ -247,12 +232,7 @@ class ViewsLine(TextPanel):
             await self.app.run_action(f"view({name!r})")
 
     def lines(self, view: View, width: int, height: int) -> list[Text]:
-        # A run that ended well shows no open diagnoses.
-        open_ones = (
-            len(open_diagnoses(view.state, view.status))
-            if view.status and view.status.exit_code != 0
-            else 0
-        )
+        open_ones = len(open_diagnoses(view.state, view.status)) if view.status else 0
         whole = self._line(0, open_ones)
         return [whole if whole.cell_len <= width else self._line(1, open_ones)]
 

@@ -13,7 +13,7 @@ from textual.widgets import Static
 from atropos_common.protocol.control import Role
 from atropos_common.protocol.records import AlignmentRecord
 from atropos_tui.diagnoses import ALIGNMENT_RULES
-from atropos_tui.monitor.bench import Pace, benchmark_state, pace, render_benchmarks
+from atropos_tui.monitor.bench import Pace, benchmark_state, pace, ratio, render_benchmarks
 from atropos_tui.monitor.format import bytes_text, duration, number, one_line, seconds_text
 from atropos_tui.monitor.overlay import summary
 from atropos_tui.monitor.why import silent_s
@@ -49,9 +49,8 @@ class AlignmentPanel(TextPanel):
     def show(self, view: View) -> None:
         super().show(view)
         found = view.state.alignment
-        self.border_title = title(
-            "Alignment", (f"step {found.step}" if found else "no data", "quiet")
-        )
+        note = f"step {found.step}" if found else "no data"
+        self.border_title = title("Alignment", (note, "quiet"))
 
     def lines(self, view: View, width: int, height: int) -> list[Text]:
         if (found := view.state.alignment) is None:
@@ -62,19 +61,17 @@ class AlignmentPanel(TextPanel):
         # What to do comes before the numbers: a low panel cuts the end.
         lines = [head]
         if found.verdict != "ok":
-            lines += self._wrapped("cause", found.cause, width) + self._wrapped(
-                "fix", fix_of(view), width
-            )
+            lines += self._wrapped("cause", found.cause, width)
+            lines += self._wrapped("fix", fix_of(view), width)
+        # Absolute differences of log-probabilities, trainer against engine, come first.
+        rows: tuple[tuple[str, float | None, float | None], ...] = (
+            ("rollouts", found.logprob_diff_abs_mean, found.logprob_diff_abs_max),
+            ("probe", found.probe_diff_abs_mean, found.probe_diff_abs_max),
+        )
         return [
             *lines,
-            # Absolute differences of log-probabilities, trainer against engine.
             self._pair("", "mean", "max"),
-            self._pair(
-                "rollouts", number(found.logprob_diff_abs_mean), number(found.logprob_diff_abs_max)
-            ),
-            self._pair(
-                "probe", number(found.probe_diff_abs_mean), number(found.probe_diff_abs_max)
-            ),
+            *(self._pair(label, number(mean), number(most)) for label, mean, most in rows),
             self._pair("", "inference", "training"),
             self._pair("logprob", number(found.inference_mean), number(found.train_mean)),
             self._pair("KL (k3)", number(found.kl_k3), ""),
@@ -144,9 +141,8 @@ class Benchmark(TextPanel):
     def _line(self, label: str, value: str, rest: Text | str = "", tone: str = "") -> Text:
         line = self.labelled(label, _LABEL)
         line.append(f"{value:>{_VALUE}}", self.ink(tone) if tone else None)
-        return line.append("  ").append_text(
-            rest if isinstance(rest, Text) else Text(rest, self.ink("dim"))
-        )
+        words = rest if isinstance(rest, Text) else Text(rest, self.ink("dim"))
+        return line.append("  ").append_text(words)
 
     def _split(self, speed: Pace, width: int) -> list[Text]:
         lines = [self._line("step", seconds_text(speed.step_s))]
@@ -154,13 +150,9 @@ class Benchmark(TextPanel):
         room = max(0, width - _LABEL - _VALUE - 2 - 6)
         for name, value in speed.parts.items():
             bar = Text(no_wrap=True, end="")
-            if (
-                value is not None
-                and speed.step_s
-                and math.isfinite(value)
-                and math.isfinite(speed.step_s)
-            ):
-                share = min(1.0, value / speed.step_s)
+            share = ratio(value, speed.step_s)
+            if share is not None:
+                share = min(1.0, share)
                 bar = progress_bar(share, room, self.ink("busy"), self.ink("track"))
                 bar.append(f" {share:4.0%}", self.ink("dim"))
             lines.append(self._line(f"  {name}", seconds_text(value), bar))
@@ -172,21 +164,14 @@ class Benchmark(TextPanel):
         mfu = state.metric("mfu").last
         lag, most = state.metric("policy_lag_mean").last, state.metric("policy_lag_max").last
         used = f"trained, MFU {mfu:.1%}" if mfu is not None and math.isfinite(mfu) else "trained"
+        versions = "versions" if most is None else f"versions, max {number(most, 0)}"
+        engines = [row.name for row in view.rows if row.role is Role.ENGINE and row.port]
         lines = [
             self._line("tokens/s", number(speed.tokens_per_s, 0), used),
             *self._engine_use(speed),
-            *(
-                line
-                for row in view.rows
-                if row.role is Role.ENGINE and row.port
-                for line in self._engine(view, row.name)
-            ),
+            *(line for name in engines for line in self._engine(view, name)),
             self._line("steps/h", number(speed.steps_per_hour, 0)),
-            self._line(
-                "lag",
-                number(lag, 1),
-                f"versions, max {number(most, 0)}" if most is not None else "versions",
-            ),
+            self._line("lag", number(lag, 1), versions),
             *self._memory(view),
         ]
         if state.alignment:
@@ -194,25 +179,20 @@ class Benchmark(TextPanel):
             # Second, because a mismatch makes the throughput worthless.
             lines.insert(1, self._line("alignment", words, one_line(state.alignment.cause), tone))
         if state.benchmark:
-            lines.append(
-                self._line(
-                    "total", duration(state.benchmark.total_s), f"{state.benchmark.steps} steps"
-                )
-            )
+            steps = f"{state.benchmark.steps} steps"
+            lines.append(self._line("total", duration(state.benchmark.total_s), steps))
         return lines
 
     def _engine_use(self, speed: Pace) -> list[Text]:
         lines = []
         if speed.engine_capacity is not None:
-            accepted = number(speed.accepted_per_s, 0)
-            words = "of the engine's tokens/s" + (
-                f", {accepted} accepted" if speed.accepted_per_s is not None else ""
-            )
+            words = "of the engine's tokens/s"
+            if speed.accepted_per_s is not None:
+                words += f", {number(speed.accepted_per_s, 0)} accepted"
             lines.append(self._line("capacity", f"{speed.engine_capacity:.0%}", words))
         if speed.engine_idle is not None:
-            lines.append(
-                self._line("engine idle", f"{speed.engine_idle:.0%}", "no requests in flight")
-            )
+            idle = f"{speed.engine_idle:.0%}"
+            lines.append(self._line("engine idle", idle, "no requests in flight"))
         return lines
 
     def _engine(self, view: View, name: str) -> list[Text]:
@@ -220,19 +200,13 @@ class Benchmark(TextPanel):
         label = one_line(name)[: _LABEL - 1]
         if rates is None:
             return [self._line(label, "–", "no metrics")]
-        running, waiting = (
-            ("–" if value is None else f"{value:.0f}") for value in (rates.running, rates.waiting)
-        )
+        counts = (rates.running, rates.waiting)
+        running, waiting = ("–" if value is None else f"{value:.0f}" for value in counts)
         hits = "" if rates.prefix_hit_rate is None else f"prefix hits {rates.prefix_hit_rate:.0%}"
         used = "–" if rates.kv_use is None else f"{rates.kv_use:.0%}"
-        return [
-            self._line(
-                label,
-                number(rates.generated_per_s, 0),
-                f"tokens/s, {running} running, {waiting} waiting",
-            ),
-            self._line("  KV cache", used, hits),
-        ]
+        words = f"tokens/s, {running} running, {waiting} waiting"
+        speed = self._line(label, number(rates.generated_per_s, 0), words)
+        return [speed, self._line("  KV cache", used, hits)]
 
     def _memory(self, view: View) -> list[Text]:
         state = view.state
@@ -248,12 +222,8 @@ class Benchmark(TextPanel):
             lines.append(self._line("GPU memory", bytes_text(gpu.highest), words))
         words = f"peak memory, mean {bytes_text(rss.mean)}" if len(rss) else ""
         lines.append(self._line("trainer", bytes_text(rss.highest), words))
-        return [
-            *lines,
-            self._line(
-                "stack", bytes_text(sum(total)) if total else "–", "memory of all" if total else ""
-            ),
-        ]
+        stack, words = (bytes_text(sum(total)), "memory of all") if total else ("–", "")
+        return [*lines, self._line("stack", stack, words)]
 
 
 class Summary(VerticalScroll, Panel):
@@ -281,9 +251,9 @@ class Summary(VerticalScroll, Panel):
         text = render_benchmarks([mine, view.other] if view.other else [mine])
         if view.runs:
             text = f"{text}\n\n{summary(view.runs)}"
-        about = (
-            f"vs {one_line(view.other.run)} (x = ratio to this run)" if view.other else "c: compare"
-        )
+        about = "c: compare"
+        if view.other:
+            about = f"vs {one_line(view.other.run)} (x = ratio to this run)"
         self.set_title(title("Summary", (about, "quiet")))
         # An update causes a new layout, so skip it without a change.
         if text != self._text:

@@ -41,16 +41,8 @@ _COLUMNS: tuple[Column, ...] = (
     ("", 0, False),
 )
 # Columns to drop, in order, while the last one has fewer cells than this and its longest text.
-_DROP_ORDER = {
-    "port": 24,
-    "pid": 24,
-    "probe": 24,
-    "rst": 24,
-    "err": 12,
-    "up": 10,
-    "memory": 10,
-    "cpu": 10,
-}
+_DROP_ORDER = {"port": 24, "pid": 24, "probe": 24, "rst": 24, "err": 12}
+_DROP_ORDER |= {"up": 10, "memory": 10, "cpu": 10}
 
 
 class Components(DataTable[Text], Panel):
@@ -119,13 +111,11 @@ class Components(DataTable[Text], Panel):
         self.statuses, self._now = list(view.status.components), view.now
         if view.status.exit_code == 0:  # earlier diagnoses no longer matter
             self.statuses = [row.model_copy(update={"diagnosis": ""}) for row in self.statuses]
-        self._news = {
-            item.component: item.title for item in reversed(open_diagnoses(view.state, view.status))
-        }
+        found = open_diagnoses(view.state, view.status)
+        self._news = {item.component: item.title for item in reversed(found)}
         self._stale = bool(view.gone)
-        self._is_over = view.status.phase is Phase.ENDED and not any(
-            row.pids for row in self.statuses
-        )
+        has_process = any(row.pids for row in self.statuses)
+        self._is_over = view.status.phase is Phase.ENDED and not has_process
         self._retitle()
         if self._built == ([row.name for row in self.statuses], self._columns()):
             self._fill()
@@ -150,16 +140,11 @@ class Components(DataTable[Text], Panel):
 
     def _retitle(self) -> None:
         dead = sum(row.state is State.FAILED for row in self.statuses)
-        hidden = (
-            len(self.statuses) + self.header_height - self.content_size.height
-            if self.content_size
-            else 0
-        )
         # The table has no scrollbar, so the title tells of rows below.
-        failed = (f"{dead} failed" if dead else "", "error")
-        self.set_title(
-            title("Components", failed, (f"{hidden} more: ↑ ↓" if hidden > 0 else "", "warning"))
-        )
+        below = len(self.statuses) + self.header_height - self.content_size.height
+        more = f"{below} more: ↑ ↓" if self.content_size and below > 0 else ""
+        failed = f"{dead} failed" if dead else ""
+        self.set_title(title("Components", (failed, "error"), (more, "warning")))
 
     def on_resize(self, event: events.Resize) -> None:
         if self.statuses:
@@ -208,17 +193,14 @@ class Components(DataTable[Text], Panel):
         return columns
 
     def _left(self, columns: Sequence[Column]) -> int:
-        return (
-            self.content_size.width
-            - sum(width + self._gap for _, width, _ in columns[:-1])
-            - self._gap
-        )
+        taken = sum(width + self._gap for _, width, _ in columns[:-1])
+        return self.content_size.width - taken - self._gap
 
     @property
     def _gap(self) -> int:
         return 3 if self.size.width >= 140 else 2 if self.size.width >= 100 else 1
 
-    def _fit(self, text: str, width: int, right: bool, style: str | Style) -> Text:
+    def _fit(self, text: str, style: str | Style, width: int, right: bool) -> Text:
         cell = Text(text, style=style, no_wrap=True, end="")
         cell.truncate(width, overflow="ellipsis")
         space = " " * max(0, width - cell.cell_len)
@@ -230,7 +212,7 @@ class Components(DataTable[Text], Panel):
         self.clear(columns=True)
         for name, width, right in columns:
             self.add_column(
-                self._fit(name, width, right, ""), key=name or "last", width=width + self._gap
+                self._fit(name, "", width, right), key=name or "last", width=width + self._gap
             )
         for item in self.statuses:
             self.add_row(*self._cells(item, columns), key=item.name)
@@ -240,9 +222,8 @@ class Components(DataTable[Text], Panel):
         _, columns = self._built
         changed = []
         for y, item in enumerate(self.statuses):
-            for x, ((name, _, _), cell) in enumerate(
-                zip(columns, self._cells(item, columns), strict=True)
-            ):
+            cells = zip(columns, self._cells(item, columns), strict=True)
+            for x, ((name, _, _), cell) in enumerate(cells):
                 if self.get_cell(item.name, name or "last") != cell:
                     self._writes_cells = True
                     self.update_cell(item.name, name or "last", cell)
@@ -268,14 +249,12 @@ class Components(DataTable[Text], Panel):
         health = "–" if row.healthy is None else "ok" if row.healthy else "…" if coming else "fails"
         if row.healthy and row.probe_latency_s is not None:
             health = seconds_text(row.probe_latency_s)
+        fails = row.healthy is False and not coming
         texts: dict[str, tuple[str, str | Style]] = {
             "component": (row.name, "bold"),
             "node": (row.node, ""),
             "state": (words, ink(self.app, tone)),
-            "probe": (
-                health,
-                ink(self.app, "error") if row.healthy is False and not coming else "",
-            ),
+            "probe": (health, ink(self.app, "error") if fails else ""),
             "pid": (str(row.pid) if row.pid else "–", ""),
             "up": (duration(self._now - row.started_at) if row.pid and row.started_at else "–", ""),
             "rst": (str(row.restarts), ink(self.app, "warn") if row.restarts else "dim"),
@@ -286,10 +265,7 @@ class Components(DataTable[Text], Panel):
             "port": (str(row.port) if row.port else "–", "dim"),
             "": self._words(row),
         }
-        return [
-            self._fit(texts[name][0], width, right, texts[name][1])
-            for name, width, right in columns
-        ]
+        return [self._fit(*texts[name], width, right) for name, width, right in columns]
 
     def _words(self, row: ComponentStatus) -> tuple[str, str | Style]:
         if row.name in self._news and row.state is State.HEALTHY:
@@ -306,9 +282,8 @@ def last_word(row: ComponentStatus) -> str:
     if row.state is State.STARTING:
         return doing(row)
     if row.waiting_for and row.state in (State.PENDING, State.BACKOFF):
-        return one_line(
-            f"waits for {row.waiting_for}" if "wait" not in row.waiting_for else row.waiting_for
-        )
+        waits = "" if "wait" in row.waiting_for else "waits for "
+        return one_line(f"{waits}{row.waiting_for}")
     words = one_line(row.reason)
     if not words and row.exit_code and not row.state.has_process:
         words = f"exit code {row.exit_code}"

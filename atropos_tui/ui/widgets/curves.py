@@ -53,6 +53,8 @@ WINDOWS = (200.0, 50.0, None)  # newest steps, in the order of the key `w`; None
 # Factor of one zoom step; share of the window of one pan step.
 ZOOM, PAN = 2.0, 0.25
 TINY = 1e-9
+# A lens that shows the whole axis.
+WHOLE: dict[str, None] = {"first": None, "last": None, "newest": None}
 LEGEND_LINES = 8
 
 
@@ -193,13 +195,8 @@ class Chart(Panel, can_focus=True):
         if self._shows_runs:
             self._traces = self._traces_of_runs(view, lens)
         else:
-            found = [
-                self._trace(curve, series, view, lens)
-                for curve, series in curves_of(self.spec, view)
-            ]
-            self._traces = self._marked(
-                [trace for trace in found if len(trace.values)] or found[:1]
-            )
+            found = [self._trace(*curve, view, lens) for curve in curves_of(self.spec, view)]
+            self._traces = self._marked([one for one in found if len(one.values)] or found[:1])
 
     @property
     def _shows_runs(self) -> bool:
@@ -220,23 +217,14 @@ class Chart(Panel, can_focus=True):
         if self.spec.over_seconds:
             return min([-60.0, *(float(series.steps[0]) for series in found)]), 0.0
         # Places beyond MOST_STEPS come from corrupt records and would compress the whole axis.
-        ends = [
-            place
-            for series in found
-            if (place := view.ruler.place(series.part(len(series) - 1, len(series)))[0])
-            <= MOST_STEPS
-        ]
+        places = (_last_place(view.ruler, series) for series in found)
+        ends = [place for place in places if place <= MOST_STEPS]
         for run in view.runs[1:]:
             if len(series := run.state.metric(self.spec.curves[0].metric)):
-                ends += Ruler(run.state, lens.along).place(
-                    series.part(len(series) - 1, len(series))
-                )
+                ends.append(_last_place(Ruler(run.state, lens.along), series))
         end = float(max([*ends, TINY]))
-        planned = (
-            view.info.training_steps or 0
-            if lens.along is Along.STEPS and lens.newest is None
-            else 0
-        )
+        is_planned = lens.along is Along.STEPS and lens.newest is None
+        planned = view.info.training_steps or 0 if is_planned else 0
         if planned > end:
             end = float(planned) if lens.whole_plan else axis_end(end, planned)
         return 0.0, end
@@ -247,10 +235,12 @@ class Chart(Panel, can_focus=True):
         part = view.ruler.part(series, self._first, self._last)
         # Two points per column of dots, lowest and highest: more cannot be seen.
         raw = thin(part, 4 * max(self.content_size.width, 1))
-        average = None
+        average = read = None
         if curve.metric in NOISY and is_smoothed(len(series), lens.smoothing):
             smoothed = smooth(part, lens.smoothing, 4 * max(self.content_size.width, 1))
             average = Curve(view.ruler.place(smoothed), smoothed.values, self.ink(curve.colour))
+        if part.is_merged:
+            read = Curve(view.ruler.place(part), part.values, self.ink(curve.colour))
         return Trace(
             curve.label,
             curve.colour,
@@ -260,32 +250,18 @@ class Chart(Panel, can_focus=True):
             smooth=average,
             span=lens.smoothing if average else 0,
             last=part.last,
-            read=Curve(view.ruler.place(part), part.values, self.ink(curve.colour))
-            if part.is_merged
-            else None,
+            read=read,
         )
 
     def _traces_of_runs(self, view: View, lens: Lens) -> list[Trace]:
         marks = line_marks(len(view.settings), 1 if self.app.no_color else len(RUN_COLOURS))
+        metric = self.spec.curves[0].metric
         found = []
-        for at, drawn in enumerate(
-            lines(view.settings, self.spec.curves[0].metric, lens.along, lens.smoothing)
-        ):
-            if drawn:
-                band = (drawn.low, drawn.high) if drawn.low else None
-                colour = RUN_COLOURS[at % len(RUN_COLOURS)]
-                found.append(
-                    Trace(
-                        drawn.label,
-                        colour,
-                        drawn.places,
-                        drawn.values,
-                        mark=marks[at],
-                        band=band,
-                        last=drawn.last,
-                        span=drawn.smoothing,
-                    )
-                )
+        for at, one in enumerate(lines(view.settings, metric, lens.along, lens.smoothing)):
+            if one:
+                drawn = Trace(one.label, RUN_COLOURS[at % len(RUN_COLOURS)], one.places, one.values)
+                drawn = replace(drawn, mark=marks[at], last=one.last, span=one.smoothing)
+                found.append(replace(drawn, band=(one.low, one.high) if one.low else None))
         return found
 
     # Title and plot.
@@ -346,9 +322,8 @@ class Chart(Panel, can_focus=True):
         entries = []
         for trace in self._traces:
             label = one_line(trace.label)
-            entries.append(
-                Entry(trace.mark, self.ink(trace.colour), (f"{label} {self._value(trace)}", label))
-            )
+            texts = (f"{label} {self._value(trace)}", label)
+            entries.append(Entry(trace.mark, self.ink(trace.colour), texts))
         return legend_line(entries, width)
 
     def _notes(self, lens: Lens) -> list[tuple[str, str]]:
@@ -356,16 +331,11 @@ class Chart(Panel, can_focus=True):
         if any(trace.span for trace in self._traces):
             notes.append((f"~{lens.smoothing}", "quiet"))
         if lens.cursor is not None:
-            place = (
-                f"{lens.cursor:,.0f}"
-                if lens.along is not Along.MINUTES
-                else f"{lens.cursor:.2f} min"
-            )
+            is_time = lens.along is Along.MINUTES
+            place = f"@{lens.cursor:.2f} min" if is_time else f"@{lens.cursor:,.0f}"
             first, last = self.view.cursor_steps if self.view else (0, 0)
-            notes.insert(
-                0,
-                (f"@{place}" + (f", mean of {last - first + 1}" if last > first else ""), "accent"),
-            )
+            of = f", mean of {last - first + 1}" if last > first else ""
+            notes.insert(0, (place + of, "accent"))
         if self.spec.name in lens.other_axis:
             notes.append(("linear" if self.spec.log else "log", "quiet"))
         if lens.along is not Along.STEPS:
@@ -377,11 +347,9 @@ class Chart(Panel, can_focus=True):
         drawn_for = (self.view, self.content_size, self.app.theme)
         if drawn_for != self._drawn_for:
             self._drawn_for, self._strips = drawn_for, self._draw()
-        return (
-            self._strips[y]
-            if y < len(self._strips)
-            else Strip.blank(self.content_size.width, self.rich_style)
-        )
+        if y < len(self._strips):
+            return self._strips[y]
+        return Strip.blank(self.content_size.width, self.rich_style)
 
     def _draw(self) -> list[Strip]:
         width, height = self.content_size
@@ -438,10 +406,8 @@ class Chart(Panel, can_focus=True):
         # Per curve: an outlier of one curve must not hide the range of another.
         ranges = [sensible_range(values) or (min(values), max(values)) for values in seen]
         lowest, highest = min(low for low, _ in ranges), max(high for _, high in ranges)
-        return (
-            lowest if low is None and lowest > least else low,
-            highest if high is None and highest < most else high,
-        )
+        low = lowest if low is None and lowest > least else low
+        return low, highest if high is None and highest < most else high
 
     # Keys and the mouse.
 
@@ -456,14 +422,11 @@ class Chart(Panel, can_focus=True):
 
     def action_cursor(self, by: int) -> None:
         """Move the cursor by points; without one, start at the last point in view."""
-        places = next(
-            (trace.places for trace in self._traces if len(trace.places) and not trace.scatter), ()
-        )
+        lines = (trace.places for trace in self._traces if len(trace.places) and not trace.scatter)
+        # A set, because a point of merged steps is drawn twice, at its lowest and highest.
+        places = sorted(set(next(lines, ())))
         if self.view is None or not places:
             return
-        places = sorted(
-            set(places)
-        )  # a point of merged steps is drawn twice, at its lowest and highest
         cursor, at = self.view.lens.cursor, len(places) - 1
         if cursor is not None:  # a mouse click may have put it between two points
             at = by + (bisect_right(places, cursor) - 1 if by > 0 else bisect_left(places, cursor))
@@ -473,14 +436,10 @@ class Chart(Panel, can_focus=True):
         if self.view is None:
             return
         lens = self.view.lens
-        width = (
-            (self._last - self._first) / ZOOM
-            if direction > 0
-            else (self._last - self._first) * ZOOM
-        )
+        width = (self._last - self._first) * (1 / ZOOM if direction > 0 else ZOOM)
         whole = self._full_range(self.view, replace(lens, newest=None))
         if width >= whole[1] - whole[0]:
-            self._change_lens(first=None, last=None, newest=None)
+            self._change_lens(**WHOLE)
             return
         if around is None:
             around = lens.cursor if lens.cursor is not None else self._last
@@ -494,9 +453,8 @@ class Chart(Panel, can_focus=True):
             return
         width = self._last - self._first
         whole = self._full_range(self.view, replace(self.view.lens, newest=None))
-        first = min(
-            max(self._first + direction * PAN * width, whole[0]), max(whole[1] - width, whole[0])
-        )
+        newest = max(whole[1] - width, whole[0])
+        first = min(max(self._first + direction * PAN * width, whole[0]), newest)
         self._change_lens(first=first, last=first + width, newest=None)
 
     def action_window(self) -> None:
@@ -511,9 +469,7 @@ class Chart(Panel, can_focus=True):
         self._change_lens(first=None, last=None, newest=None if wanted is None else wanted * scale)
 
     def action_plan(self) -> None:
-        self._change_lens(
-            whole_plan=not self._shared.whole_plan, first=None, last=None, newest=None
-        )
+        self._change_lens(whole_plan=not self._shared.whole_plan, **WHOLE)
 
     def action_smooth(self) -> None:
         now = self._shared.smoothing
@@ -527,13 +483,7 @@ class Chart(Panel, can_focus=True):
 
     def action_along(self) -> None:
         # A window and a cursor on the old axis mean nothing on the new one.
-        self._change_lens(
-            along=after(self._shared.along, list(Along)),
-            first=None,
-            last=None,
-            newest=None,
-            cursor=None,
-        )
+        self._change_lens(along=after(self._shared.along, list(Along)), cursor=None, **WHOLE)
 
     def action_enlarge(self) -> None:
         self.post_message(self.Asked(self, "enlarge"))
@@ -544,7 +494,7 @@ class Chart(Panel, can_focus=True):
         if lens.cursor is not None:
             self._change_lens(cursor=None)
         elif (lens.first, lens.last, lens.newest) != (None, None, None):
-            self._change_lens(first=None, last=None, newest=None)
+            self._change_lens(**WHOLE)
         else:
             self.post_message(self.Asked(self, "back"))
 
@@ -641,6 +591,10 @@ class ChartGrid(ScrollableContainer, can_focus=False):
 _CATALOGUE = {spec.name for spec in CHARTS.values()}
 
 
+def _last_place(ruler: Ruler, series: Series) -> float:
+    return ruler.place(series.part(len(series) - 1, len(series)))[0]
+
+
 def curves_of(spec: ChartSpec, view: View) -> list[tuple[CurveSpec, Series]]:
     """Return the curves of a chart with their points."""
     found: list[tuple[CurveSpec, Series]] = []
@@ -648,20 +602,13 @@ def curves_of(spec: ChartSpec, view: View) -> list[tuple[CurveSpec, Series]]:
         if curve.metric == HELD_OUT:
             envs = {name.partition("/")[0] for name in view.state.evals}
             for at, (name, series) in enumerate(view.state.evals.items()):
-                label = (name.partition("/")[2] if len(envs) == 1 else name).replace(
-                    "held_out", "held-out"
-                )
-                found.append(
-                    (
-                        replace(curve, label=label, colour=SPLIT_COLOURS[at % len(SPLIT_COLOURS)]),
-                        series,
-                    )
-                )
+                label = name.partition("/")[2] if len(envs) == 1 else name
+                label, colour = label.replace("held_out", "held-out"), SPLIT_COLOURS[at % 4]
+                found.append((replace(curve, label=label, colour=colour), series))
         elif curve.metric == QUEUE:  # sampled by the supervisor, so over seconds before now
             times, depths = view.gauges.queue()
-            found.append(
-                (curve, Series([round(time - times[-1]) for time in times], depths, times))
-            )
+            ages = [round(time - times[-1]) for time in times]
+            found.append((curve, Series(ages, depths, times)))
         else:
             found.append((curve, view.state.metric(curve.metric)))
     return found

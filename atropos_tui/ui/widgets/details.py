@@ -59,9 +59,8 @@ class Details(VerticalScroll, Panel):
     def show(self, view: View) -> None:
         row = next((row for row in view.rows if row.name == view.selected), None)
         self.set_title(title("Component", (view.selected, "primary")))
-        text = Text("\n").join(
-            self._lines(view, row) if row else [Text("no component is selected")]
-        )
+        lines = self._lines(view, row) if row else [Text("no component is selected")]
+        text = Text("\n").join(lines)
         # An update causes a new layout, so skip it without a change.
         if text != self._text:
             self._text = text
@@ -78,37 +77,27 @@ class Details(VerticalScroll, Panel):
     def _lines(self, view: View, row: ComponentStatus) -> Iterator[Text]:
         words, tone = state_text(row.state)
         since = f" for {duration(view.now - row.since)}" if row.since else ""
-        yield (
-            self._line("state", words, tone)
-            .append(since)
-            .append(f"   {one_line(row.reason)}", self.ink("dim"))
-        )
+        state = self._line("state", words, tone).append(since)
+        yield state.append(f"   {one_line(row.reason)}", self.ink("dim"))
         if row.waiting_for:
             yield self._line("waits for", one_line(row.waiting_for))
         yield self._line("health", _health(row))
         yield self._line("attempt", f"{row.attempt}, {row.restarts} restarts after a crash")
-        yield self._line(
-            "processes", ", ".join(map(str, row.pids or ([row.pid] if row.pid else []))) or "none"
-        )
+        pids = row.pids or ([row.pid] if row.pid else [])
+        yield self._line("processes", ", ".join(map(str, pids)) or "none")
         memory, gpu = bytes_text(row.memory_bytes), bytes_text(row.gpu_bytes)
         yield self._line("uses", f"CPU {percent(row.cpu_percent)}, memory {memory}, GPU {gpu}")
         if row.port:
             yield self._line("port", str(row.port))
-        yield from self._planned(
-            next((item for item in view.info.components if item.name == row.name), None)
-        )
+        planned = (item for item in view.info.components if item.name == row.name)
+        yield from self._planned(next(planned, None))
         if row.role is Role.ENGINE and row.port:
             yield from self._engines(view, row)
         for stage in row.stages:
-            at = (
-                f"after {duration(stage.reached_at - (row.started_at or 0))}"
-                if stage.reached_at
-                else "not yet"
-            )
-            usually = (
-                f" · {one_line(stage.usually)}" if stage.usually and not stage.reached_at else ""
-            )
-            yield self._line("stage", f"{one_line(stage.name)}: {at}{usually}")
+            when = f"not yet · {one_line(stage.usually)}" if stage.usually else "not yet"
+            if stage.reached_at:
+                when = f"after {duration(stage.reached_at - (row.started_at or 0))}"
+            yield self._line("stage", f"{one_line(stage.name)}: {when}")
         if row.role == Role.TRAINER and view.state.ranks is not None:
             yield from self._ranks(view.state.ranks)
         yield from self._diagnoses(view, row)
@@ -120,52 +109,39 @@ class Details(VerticalScroll, Panel):
             where = "CPU" if use.gpu is None else f"GPU {one_line(use.gpu)}"
             # Peak GPU memory, or the resident memory of a rank on the CPU.
             memory = bytes_text(use.rss_bytes if use.peak_bytes is None else use.peak_bytes)
-            words = (
-                f"{where}, memory {memory}, {use.tokens:,} tokens, alone "
-                f"{seconds_text(real(use.alone_s))}"
-            )
+            alone = seconds_text(real(use.alone_s))
+            words = f"{where}, memory {memory}, {use.tokens:,} tokens, alone {alone}"
             last = use is slowest and len(record.ranks) > 1
-            yield self._line(
-                f"rank {use.rank}",
-                f"{words}{', the slowest' if last else ''}",
-                "warn" if last else "",
-            )
+            words, tone = (f"{words}, the slowest", "warn") if last else (words, "")
+            yield self._line(f"rank {use.rank}", words, tone)
 
     def _planned(self, plan: PlannedComponent | None) -> Iterator[Text]:
         if plan is None:
             return
         if plan.gpus:
-            yield self._line(
-                "on GPU" if len(plan.gpus) == 1 else "on GPUs", ", ".join(map(str, plan.gpus))
-            )
+            label = "on GPU" if len(plan.gpus) == 1 else "on GPUs"
+            yield self._line(label, ", ".join(map(str, plan.gpus)))
         if plan.depends_on:
-            yield self._line(
-                "depends on", ", ".join(f"{name} {what}" for name, what in plan.depends_on.items())
-            )
+            needs = (f"{name} {what}" for name, what in plan.depends_on.items())
+            yield self._line("depends on", ", ".join(needs))
         yield self._line("command", one_line(" ".join(plan.command)))
 
     def _engines(self, view: View, chosen: ComponentStatus) -> Iterator[Text]:
-        yield self._line(
-            "engines", f"{'version':>8}{'running':>9}{'waiting':>9}{'tokens/s':>10}{'KV cache':>10}"
-        )
+        heads = {"version": 8, "running": 9, "waiting": 9, "tokens/s": 10, "KV cache": 10}
+        yield self._line("engines", "".join(f"{head:>{cells}}" for head, cells in heads.items()))
         # All engines: a difference in weight version or load shows only side by side.
         for row in view.rows:
             if row.role is Role.ENGINE and row.port:
                 now = view.gauges.rates(row.name)
-                figures = (
-                    (now.weight_version, now.running, now.waiting, now.generated_per_s)
-                    if now
-                    else (None,) * 4
-                )
-                widths = zip(figures, (8, 9, 9, 10), strict=True)
-                words = "".join(
-                    f"{'–' if value is None else f'{value:,.0f}':>{width}}"
-                    for value, width in widths
-                )
-                share = "–" if now is None or now.kv_use is None else f"{now.kv_use:.0%}"
-                name = Text(f"{one_line(row.name):<{_LABEL}.{_LABEL - 1}}"[:_LABEL].ljust(_LABEL))
+                figures: list[float | None] = [None] * 4
+                if now:
+                    figures = [now.weight_version, now.running, now.waiting, now.generated_per_s]
+                words = ["–" if value is None else f"{value:,.0f}" for value in figures]
+                words.append("–" if now is None or now.kv_use is None else f"{now.kv_use:.0%}")
+                cells = zip(words, heads.values(), strict=True)
+                name = Text(f"{one_line(row.name):<{_LABEL}.{_LABEL - 1}}")
                 name.stylize("bold" if row is chosen else self.ink("dim"))
-                yield name.append(f"{words}{share:>10}")
+                yield name.append("".join(f"{word:>{width}}" for word, width in cells))
 
     def _diagnoses(self, view: View, row: ComponentStatus) -> Iterator[Text]:
         own = [item for item in view.state.diagnoses if item.component == row.name]
@@ -181,10 +157,8 @@ class Details(VerticalScroll, Panel):
 def _health(row: ComponentStatus) -> str:
     if row.healthy is None:
         return "no health check now"
-    words = (
-        f"{row.probe or 'probe'} {'passes' if row.healthy else 'fails'} in "
-        f"{seconds_text(row.probe_latency_s)}"
-    )
+    verdict = "passes" if row.healthy else "fails"
+    words = f"{row.probe or 'probe'} {verdict} in {seconds_text(row.probe_latency_s)}"
     return words + (f": {one_line(row.probe_detail)}" if row.probe_detail else "")
 
 
@@ -229,21 +203,17 @@ class StepPanel(TextPanel):
         # A mean of weight versions has no meaning.
         of_many = len(set(view.cursor_steps)) > 1
         weights = None if of_many else view.state.metric("weight_version").at(step)
-        words = [
-            clock(time) if time is not None else "",
-            f"weights {weights:.0f}" if weights is not None else "",
-        ]
-        return Text("  ".join(filter(None, words)), self.ink("dim"))
+        words = [] if time is None else [clock(time)]
+        words += [] if weights is None else [f"weights {weights:.0f}"]
+        return Text("  ".join(words), self.ink("dim"))
 
     def _time(self, view: View, step: int) -> Text | None:
         whole = view.state.metric("step_s").at(step)
         if not whole:
             return None
         parts = {name: view.state.metric(metric).at(step) for name, metric in PARTS.items()}
-        shares = "  ".join(
-            f"{name} {100 * value / whole:.0f}%" for name, value in parts.items() if value
-        )
-        return Text(f"{seconds_text(whole)}: {shares}", no_wrap=True, end="")
+        shares = [f"{name} {100 * value / whole:.0f}%" for name, value in parts.items() if value]
+        return Text(f"{seconds_text(whole)}: {'  '.join(shares)}", no_wrap=True, end="")
 
     def _cell(self, name: str, series: Series, step: int) -> Text:
         value = value_at(series.steps, series.values, step)

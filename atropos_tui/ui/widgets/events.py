@@ -66,9 +66,8 @@ class Events(Listing[Event]):
 
     def action_copy(self) -> None:
         if event := self.current:
-            self.app.copy_to_clipboard(
-                f"{event.component} {event.mark} {event.text}\n{event.detail}".strip()
-            )
+            head = f"{event.component} {event.mark} {event.text}"
+            self.app.copy_to_clipboard(f"{head}\n{event.detail}".strip())
             self.app.notify("copied the event", timeout=2)
 
     def point(self, diagnosis: DiagnosisRecord) -> None:
@@ -79,9 +78,8 @@ class Events(Listing[Event]):
 
     def go_to(self, time: float) -> None:
         """Put the cursor on the newest event at or before `time` (Unix seconds)."""
-        self.cursor = next(
-            (at for at, item in enumerate(self.items) if item.time <= time), len(self.items) - 1
-        )
+        earlier = (at for at, item in enumerate(self.items) if item.time <= time)
+        self.cursor = next(earlier, len(self.items) - 1)
 
     def search(self, pattern: Pattern | None) -> str:
         """Show only matching events; return their number in words."""

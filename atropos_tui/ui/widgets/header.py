@@ -36,15 +36,11 @@ class Header(TextPanel):
         right = Text.assemble((f"{glyph} {words}", self.ink(tone)))
         if status and status.started_at:
             # The clock stops at the last transition.
-            end = (
-                max((row.since or 0 for row in status.components), default=0)
-                if _over(view)
-                else view.now
-            )
+            moves = (row.since or 0 for row in status.components)
+            end = max(moves, default=0) if _over(view) else view.now
             right.append(f"  {duration(max(0.0, end - status.started_at))}", self.ink("dim"))
-        left = Text.assemble(
-            (one_line(info.name or (status.name if status else "")), self.ink("title"))
-        )
+        name = one_line(info.name or (status.name if status else ""))
+        left = Text.assemble((name, self.ink("title")))
         for part in (info.mode or (status.mode if status else ""), info.short_model):
             if part:
                 left.append("  ·  ", self.ink("dim")).append(one_line(part), self.ink("dim"))
@@ -56,17 +52,14 @@ class Header(TextPanel):
     def _progress(self, view: View, width: int) -> Text:
         state, steps = view.state, view.info.training_steps
         if is_starting(view):
-            done, of = (
-                sum(row.state in (State.HEALTHY, State.COMPLETED) for row in view.rows),
-                len(view.rows),
-            )
             # The bar counts components while the stack starts, later steps.
+            done = sum(row.state in (State.HEALTHY, State.COMPLETED) for row in view.rows)
+            of = len(view.rows)
             left, share, right = Text(f"{done}/{of} up "), done / max(of, 1), Text()
         else:
             speed = pace(state, steps)
-            left = Text(
-                f"step {state.step}/{steps} " if steps else f"step {state.step} ", self.ink("title")
-            )
+            of_steps = f"/{steps}" if steps else ""
+            left = Text(f"step {state.step}{of_steps} ", self.ink("title"))
             share = min(1.0, state.step / steps) if steps else 0.0
             right = Text(f" {share:.0%}  " if steps else " ")
             if not _over(view) and speed.eta_s is not None and state.step:
@@ -77,18 +70,15 @@ class Header(TextPanel):
         right.truncate(max(0, width - left.cell_len - 8), overflow="ellipsis")
         room = max(0, width - left.cell_len - right.cell_len)
         filled = self.ink("good" if _over(view) and share == 1 else "busy")
-        return left.append_text(progress_bar(share, room, filled, self.ink("track"))).append_text(
-            right
-        )
+        bar = progress_bar(share, room, filled, self.ink("track"))
+        return left.append_text(bar).append_text(right)
 
 
 def _shares(speed: Pace) -> str:
     # The idle share stands in while the capacity is unknown.
-    used, idle = speed.engine_capacity, speed.engine_idle
-    known = {
-        "trainer waits": speed.waiting,
-        **({"engine idle": idle} if used is None else {"capacity used": used}),
-    }
+    known = {"trainer waits": speed.waiting, "capacity used": speed.engine_capacity}
+    if speed.engine_capacity is None:
+        known["engine idle"] = speed.engine_idle
     return "".join(f"  {name} {value:.0%}" for name, value in known.items() if value is not None)
 
 
@@ -110,32 +100,23 @@ def standing(view: View) -> tuple[str, str, str]:
         return "◔", "starting", "busy"
     alignment = view.state.alignment
     if alignment and alignment.verdict != "ok":
-        return (
-            "▲",
-            f"logprob {alignment.verdict}",
-            "bad" if alignment.verdict == "mismatch" else "warn",
-        )
+        tone = "bad" if alignment.verdict == "mismatch" else "warn"
+        return "▲", f"logprob {alignment.verdict}", tone
     is_trouble = view.verdict is not None and view.verdict.is_trouble
     return ("▲", "running", "warn") if is_trouble else ("●", "running", "good")
 
 
 def _ended(status: RunStatus) -> tuple[str, str, str]:
     if status.exit_code is None:
-        words = (
-            "supervisor silent"
-            if status.phase is not Phase.ENDED
-            else "supervisor gone, no result written"
-        )
+        is_gone = status.phase is Phase.ENDED
+        words = "supervisor gone, no result written" if is_gone else "supervisor silent"
         return "▲", words, "bad"
     if status.exit_code == 0:
         return "✔", "done", "good"
     if status.exit_code == 130:
         return "■", "stopped by hand", "dim"
-    return (
-        "✖",
-        f"ended with {status.exit_code}: {one_line(status.reason)}" if status.reason else "ended",
-        "bad",
-    )
+    reason = f" with {status.exit_code}: {one_line(status.reason)}" if status.reason else ""
+    return "✖", f"ended{reason}", "bad"
 
 
 def is_starting(view: View) -> bool:
@@ -166,10 +147,8 @@ class Notices(TextPanel):
         self.diagnosis: DiagnosisRecord | None = None
 
     def show(self, view: View) -> None:
-        found = view.verdict
-        self.diagnosis = (
-            found.diagnosis if found and found.diagnosis else next(iter(diagnoses(view)), None)
-        )
+        found = view.verdict.diagnosis if view.verdict else None
+        self.diagnosis = found or next(iter(diagnoses(view)), None)
         super().show(view)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
@@ -189,21 +168,18 @@ class Notices(TextPanel):
             more = len(diagnoses(view)) - (found.diagnosis is not None)
             end = f"  (8 ⏎ fix{f', {more} more' if more > 0 else ''})" if self.diagnosis else ""
             lines = in_two(found.line, end, width, self.ink(f"text-{found.tone}"))
-        words = notices(view)
-        return [
-            *lines,
-            *([Text(f"▲ {' · '.join(words)}", self.ink("warn"), no_wrap=True)] if words else []),
-        ]
+        if words := notices(view):
+            lines.append(Text(f"▲ {' · '.join(words)}", self.ink("warn"), no_wrap=True))
+        return lines
 
 
 def in_two(words: str, end: str, width: int, style: Style) -> list[Text]:
     """Wrap `words` into at most two lines and cut the rest; `end` is never cut."""
     first, rest = words, ""
     if len(words) + len(end) > width > 0:
-        at = words.rfind(" ", 0, width + 1)
-        first, rest = (
-            (words[:at], f"  {words[at + 1 :]}") if at > 0 else (words[:width], words[width:])
-        )
+        first, rest = words[:width], words[width:]
+        if (at := words.rfind(" ", 0, width + 1)) > 0:
+            first, rest = words[:at], f"  {words[at + 1 :]}"
     last = Text(rest or first, style, no_wrap=True)
     last.truncate(max(0, width - len(end)), overflow="ellipsis")
     last.append(end)
@@ -222,14 +198,12 @@ def notices(view: View) -> list[str]:
     state = view.state
     words = [] if view.loaded else [f"reading the run's history: step {view.read_to:,}"]
     if view.bad_lines:
-        words.append(
-            f"{counted(view.bad_lines, 'line')} of the run's streams skipped: not a valid record"
-        )
+        lines = counted(view.bad_lines, "line")
+        words.append(f"{lines} of the run's streams skipped: not a valid record")
     if state.newest_version > SCHEMA_VERSION:
         words.append(
             f"a newer version wrote this run (schema {state.newest_version}, this one reads "
-            f"{SCHEMA_VERSION}): "
-            "what it added is not shown; update atropos-tui"
+            f"{SCHEMA_VERSION}): what it added is not shown; update atropos-tui"
         )
     elif state.unknown:
         words.append(f"{state.unknown} records of an unknown kind are not shown")

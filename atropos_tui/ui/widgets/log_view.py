@@ -28,12 +28,8 @@ REPAINT_S = 0.1
 BENEATH_S = 1.0  # between two repaints under a dialog, where every change repaints the whole screen
 ALL = "all components"
 TIME_CELLS = 9
-_LEVEL_WORDS = {
-    "all": "",
-    "warning": "warnings and errors",
-    "error": "errors only",
-    "most": "health polls hidden",
-}
+_LEVEL_WORDS = {"all": "", "warning": "warnings and errors", "error": "errors only"}
+_LEVEL_WORDS["most"] = "health polls hidden"
 
 
 class LogView(ScrollView, Guarded, can_focus=True):
@@ -97,10 +93,8 @@ class LogView(ScrollView, Guarded, can_focus=True):
 
     def switch(self, component: str) -> None:
         self.component, self.path, self._names = component, None, 0
-        if self._level in (
-            "all",
-            "most",
-        ):  # health polls of all components would hide the other lines
+        # Health polls of all components would hide the other lines.
+        if self._level in ("all", "most"):
             self._level = "all" if component else "most"
         self.buffer.clear()
         self._marked = None
@@ -162,15 +156,17 @@ class LogView(ScrollView, Guarded, can_focus=True):
         self._stale = True
 
     def _retitle(self) -> None:
-        mode = ("following", "success") if self.following else ("paused · f: follow", "warning")
-        parts = [(self.component or ALL, "primary")]
-        parts.append((f"attempt {self.path.stem}" if self.path else "", "quiet"))
-        parts.append((_LEVEL_WORDS[self._level], "warning"))
-        parts.append((f"& {self._filter.text}" if self._filter else "", "accent"))
-        parts.append((f"/ {self.pattern.text}" if self.pattern else "", "accent"))
         dropped = self.buffer.dropped
-        parts.append((f"{dropped:,} older lines in the file" if dropped else "", "quiet"))
-        self.border_title = title("Log", *parts, mode)
+        parts = (
+            (self.component or ALL, "primary"),
+            (f"attempt {self.path.stem}" if self.path else "", "quiet"),
+            (_LEVEL_WORDS[self._level], "warning"),
+            (f"& {self._filter.text}" if self._filter else "", "accent"),
+            (f"/ {self.pattern.text}" if self.pattern else "", "accent"),
+            (f"{dropped:,} older lines in the file" if dropped else "", "quiet"),
+            ("following", "success") if self.following else ("paused · f: follow", "warning"),
+        )
+        self.border_title = title("Log", *parts)
 
     def render_line(self, y: int) -> Strip:
         offset_x, offset_y = self.scroll_offset
@@ -179,9 +175,8 @@ class LogView(ScrollView, Guarded, can_focus=True):
         row = self.buffer.row(y + offset_y)
         if row is None:
             if y == 0 and self.is_begun and not self.buffer:
-                return Strip([Segment("no output yet", ink(self.app, "dim"))]).crop_extend(
-                    0, width, background
-                )
+                line = Strip([Segment("no output yet", ink(self.app, "dim"))])
+                return line.crop_extend(0, width, background)
             return Strip.blank(width, background)
         number, part, entry, text = row
         style = ink(self.app, entry.kind)
@@ -313,11 +308,8 @@ class LogView(ScrollView, Guarded, can_focus=True):
         row = self.buffer.next_row(self._marked, step) if self._marked is not None else None
         if row is not None:
             return row
-        return (
-            round(self.scroll_y)
-            if step > 0
-            else round(self.scroll_y) + self.scrollable_content_region.height - 1
-        )
+        last = self.scrollable_content_region.height - 1
+        return round(self.scroll_y) + (0 if step > 0 else last)
 
     def _jump(self, number: int | None, otherwise: str) -> None:
         row = self.buffer.row_of(number) if number is not None else None
@@ -326,9 +318,8 @@ class LogView(ScrollView, Guarded, can_focus=True):
             return
         self._stop_following()
         self._marked = number
-        self.scroll_to(
-            y=max(0, row - self.scrollable_content_region.height // 2), animate=False, force=True
-        )
+        middle = self.scrollable_content_region.height // 2
+        self.scroll_to(y=max(0, row - middle), animate=False, force=True)
         self.refresh()
 
     def go_to(self, time: float) -> bool:

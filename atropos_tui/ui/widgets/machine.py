@@ -8,12 +8,14 @@ from rich.style import Style
 from rich.text import Text
 
 from atropos_common.protocol.control import SILENT_S, GpuStatus, NodeStatus, Phase, Role
+from atropos_tui.monitor.bench import ratio
 from atropos_tui.monitor.format import bytes_text, clock, duration, one_line, percent
 from atropos_tui.monitor.run.gauges import Split, split_cpu, split_gpu, split_memory
 from atropos_tui.ui.plot import legend, sparkline, split_bar, textures
 from atropos_tui.ui.theme import title
 from atropos_tui.ui.widgets.panel import TextPanel, View
 
+Write = Callable[[float], str]
 _COLOURS = ("primary", "accent", "success", "warning", "error")
 _LABEL = 8
 
@@ -59,20 +61,12 @@ class MachinePanel(TextPanel):
         shown = gpus if len(gpus) <= height else gpus[: max(0, height - 1)]
         each = max(1, height // len(gpus))
         lines = [line for gpu in shown for line in self._gpu(view, gpu, width)[:each]]
-        if len(shown) < len(gpus):
-            lines.append(
-                self.labelled("", _LABEL).append(f"{len(gpus) - len(shown)} more: 6 shows them")
-            )
+        if hidden := len(gpus) - len(shown):
+            lines.append(self.labelled("", _LABEL).append(f"{hidden} more: 6 shows them"))
         return lines
 
     def _use(
-        self,
-        view: View,
-        label: str,
-        split: Split,
-        words: str,
-        write: Callable[[float], str],
-        width: int,
+        self, view: View, label: str, split: Split, words: str, write: Write, width: int
     ) -> list[Text]:
         # One-shot steps end before the run and hold nothing.
         order = [row.name for row in view.rows if row.role is not Role.PREPARE]
@@ -117,23 +111,13 @@ class MachinePanel(TextPanel):
     def _host(self, view: View, width: int) -> list[Text]:
         host = view.gauges.last.host if view.gauges.last else None
         if host is None:
-            words = (
-                "no figures yet"
-                if view.status and view.status.phase is not Phase.ENDED
-                else "not recorded"
-            )
-            return [self.labelled(words, _LABEL)]
+            runs = view.status is not None and view.status.phase is not Phase.ENDED
+            return [self.labelled("no figures yet" if runs else "not recorded", _LABEL)]
         rows, lines, samples = view.gauges.used(view.rows), list[Text](), list(view.gauges.samples)
         if memory := split_memory(rows, host):
-            lines += self._use(
-                view, "memory", memory, _of(memory.used, memory.total), bytes_text, width
-            )
-        held = [
-            s.host.memory_used / s.host.memory_total
-            if s.host.memory_used and s.host.memory_total
-            else None
-            for s in samples
-        ]
+            words = _of(memory.used, memory.total)
+            lines += self._use(view, "memory", memory, words, bytes_text, width)
+        held = [ratio(s.host.memory_used or None, s.host.memory_total) for s in samples]
         lines.append(self._history("  past", held, width))
         if cpu := split_cpu(rows, host):
             # CPU amounts are percent of one core.
@@ -182,13 +166,11 @@ class Nodes(TextPanel):
         if view.status.phase is not Phase.ENDED:
             line.append(f"  {words}", self.ink(tone))
         # A lost node shows as a diagnosis of the components on it.
-        lost = next(
-            (row.diagnosis for row in rows if row.diagnosis and not row.state.is_resting), ""
-        )
+        lost = [row.diagnosis for row in rows if row.diagnosis and not row.state.is_resting]
         below = Text(f"{'':<{width}}  ", no_wrap=True, end="")
         below.append(", ".join(row.name for row in rows) or "nothing runs there", self.ink("dim"))
         if lost:
-            below.append(f"  {one_line(lost)}", self.ink("error"))
+            below.append(f"  {one_line(lost[0])}", self.ink("error"))
         return [line, below]
 
     def _heard(self, node: NodeStatus, now: float) -> tuple[str, str]:

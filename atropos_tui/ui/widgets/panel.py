@@ -114,9 +114,8 @@ class View:
         """Events with their place on the axis, the most important kind first."""
         found = sorted(marks(self.state), key=lambda mark: list(MARKS).index(mark.kind))
         # `Ruler.place` takes a series.
-        at = Series(
-            [mark.step for mark in found], [0.0] * len(found), [mark.time for mark in found]
-        )
+        steps, times = [mark.step for mark in found], [mark.time for mark in found]
+        at = Series(steps, [0.0] * len(found), times)
         return list(zip(self.ruler.place(at), found, strict=True))
 
     @cached_property
@@ -319,19 +318,16 @@ class Listing(ScrollView, Panel, Generic[Item], can_focus=True):
         self.virtual_size = Size(self.size.width, self.head + len(items))
         # On the first row the cursor stays there, so it follows the newest item.
         if self.cursor and before is not None:
+            keys = [self.key_of(item) for item in items]
             wanted = self.key_of(before)
-            self.cursor = next(
-                (at for at, item in enumerate(items) if self.key_of(item) == wanted), 0
-            )
+            self.cursor = keys.index(wanted) if wanted in keys else 0
         self.refresh()
         self.post_message(self.Moved())
 
     def watch_cursor(self) -> None:
         # Scroll only as far as the cursor needs.
-        top, height = (
-            round(self.scroll_y),
-            max(self.scrollable_content_region.height - self.head, 1),
-        )
+        top = round(self.scroll_y)
+        height = max(self.scrollable_content_region.height - self.head, 1)
         if self.cursor < top:
             self.scroll_to(y=self.cursor, animate=False)
         elif self.cursor >= top + height:
@@ -359,10 +355,8 @@ class Listing(ScrollView, Panel, Generic[Item], can_focus=True):
 
     def on_click(self, event: events.Click) -> None:
         at = event.get_content_offset(self)
-        if (
-            at is not None
-            and self.head <= at.y < len(self.items) - self.scroll_offset.y + self.head
-        ):
+        end = self.head + len(self.items) - self.scroll_offset.y
+        if at is not None and self.head <= at.y < end:
             self.cursor = at.y - self.head + self.scroll_offset.y
             # A double click opens the item.
             if event.chain == 2:

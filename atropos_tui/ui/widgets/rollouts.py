@@ -7,7 +7,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rich.style import Style
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import BindingType
@@ -151,22 +150,17 @@ class Rollouts(Listing[RolloutRow]):
         self._retitle()
 
     def _retitle(self) -> None:
-        note = f"newest of {len(self._all)}"
-        if self._pattern or self._only != "all":
-            note = f"{len(self.items)} of {len(self._all)}"
-        parts = [(note if self._all else "no data", "quiet")]
-        parts.append((f"/ {one_line(self._pattern.text)}" if self._pattern else "", "accent"))
-        parts.append(
-            (
-                {"all": "", "worse": "worse than their group", "flat": "flat groups"}[self._only],
-                "warning",
-            )
+        is_part = self._pattern or self._only != "all"
+        note = f"{len(self.items) if is_part else 'newest'} of {len(self._all)}"
+        only = {"all": "", "worse": "worse than their group", "flat": "flat groups"}[self._only]
+        order = "" if self._order == "newest" else f"{self._order} advantage first"
+        parts = (
+            (note if self._all else "no data", "quiet"),
+            (f"/ {one_line(self._pattern.text)}" if self._pattern else "", "accent"),
+            (only, "warning"),
+            (order, "accent"),
+            (f"marked: step {self._mark.step}" if self._mark else "", "accent"),
         )
-        parts.append(
-            ("" if self._order == "newest" else f"{self._order} advantage first", "accent")
-        )
-        if self._mark:
-            parts.append((f"marked: step {self._mark.step}", "accent"))
         self.set_title(title("Rollouts", *parts))
 
     def action_only(self) -> None:
@@ -188,9 +182,8 @@ class Rollouts(Listing[RolloutRow]):
 
     def go_to(self, step: int) -> None:
         """Put the cursor on the first completion of `step`, else of an earlier step."""
-        self.cursor = next(
-            (at for at, item in enumerate(self.items) if item.rollout.step <= step), self.cursor
-        )
+        earlier = (at for at, item in enumerate(self.items) if item.rollout.step <= step)
+        self.cursor = next(earlier, self.cursor)
 
     def point(self) -> None:
         rollout = self.current.rollout if self.current else None
@@ -254,13 +247,10 @@ class Rollouts(Listing[RolloutRow]):
         beside = f" ← {'…' if self._shared else ''}{asked}" if asked else ""
         # The question gives way to the answer: at most half of the space, none on narrow screens.
         if len(answered) + len(beside) > room:
-            beside = (
-                ""
-                if room < ASKED
-                else beside
-                if len(beside) <= room // 2
-                else f"{beside[: room // 2 - 1]}…"
-            )
+            if room < ASKED:
+                beside = ""
+            elif len(beside) > room // 2:
+                beside = f"{beside[: room // 2 - 1]}…"
         line.append(" " * GAP).append(self._fitted(answered, room - len(beside)))
         line.append(beside, self.ink("dim"))
         # Search the line as drawn, so that the highlight fits the cut text.
@@ -272,9 +262,8 @@ class Rollouts(Listing[RolloutRow]):
         # Both ends, or the surroundings of the first match.
         if len(text) <= room:
             return text
-        hit = (
-            next((start for start, _ in self._pattern.spans(text)), None) if self._pattern else None
-        )
+        spans = self._pattern.spans(text) if self._pattern else iter(())
+        hit = next((start for start, _ in spans), None)
         if hit is None and room >= BOTH_ENDS:
             end = room // 2
             return f"{text[: room - end - 1]}…{text[-end:]}"
@@ -290,9 +279,8 @@ def spread(rollouts: Sequence[RolloutRecord]) -> str:
     known = known_rewards(rollouts[:MOST_SPREAD])
     # Lowest to highest reward of this group; equal rewards are drawn at half height.
     low, high = min(known, default=0.0), max(known, default=0.0)
-    return sparkline(
-        [(reward - low) / (high - low) if high > low else 0.5 for reward in rewards], len(rewards)
-    )
+    shares = [(reward - low) / (high - low) if high > low else 0.5 for reward in rewards]
+    return sparkline(shares, len(rewards))
 
 
 class RolloutDetail(VerticalScroll, Guarded):
@@ -343,33 +331,25 @@ class RolloutDetail(VerticalScroll, Guarded):
         if len(group) > 1:
             known = known_rewards(group) or [math.nan]
             # The list may hold only part of the group.
-            of = (
-                f", {len(group)} of {rollout.group_size}"
-                if (rollout.group_size or 0) > len(group)
-                else ""
-            )
-            figures.append(
-                ("group", f"{number(min(known), 2)} {spread(group)} {number(max(known), 2)}{of}")
-            )
+            is_part = (rollout.group_size or 0) > len(group)
+            of = f", {len(group)} of {rollout.group_size}" if is_part else ""
+            low, high = number(min(known), 2), number(max(known), 2)
+            figures.append(("group", f"{low} {spread(group)} {high}{of}"))
         for name, value in figures:
             text.append(f"{name} ", label).append(f"{value}   ")
         for name in ("completion", "prompt"):
             text.append(f"\n\n{name}\n", label)
             new = plain_lines(getattr(rollout, name))
-            text.append_text(
-                self._changes(plain_lines(getattr(base, name)), new) if base else Text(new)
-            )
+            old = plain_lines(getattr(base, name)) if base else new
+            text.append_text(self._changes(old, new) if base else Text(new))
         return text
 
     def _changes(self, old: str, new: str) -> Text:
         # Brackets as in `wdiff`: the changes stay readable without colours and in copied text.
-        styles: dict[str, Style | str] = {
-            "same": "",
-            "gone": ink(self.app, "gone"),
-            "new": ink(self.app, "new"),
-        }
         around = {"same": ("", ""), "gone": ("[-", "-]"), "new": ("{+", "+}")}
-        parts = ((change, words, *around[change]) for change, words in diff(old, new))
-        return Text.assemble(
-            *((f"{begin}{words}{end}", styles[change]) for change, words, begin, end in parts)
-        )
+        text = Text()
+        for change, words in diff(old, new):
+            begin, end = around[change]
+            style = "" if change == "same" else ink(self.app, change)
+            text.append(f"{begin}{words}{end}", style)
+        return text
