@@ -71,8 +71,8 @@ HEIGHTS = ("-flat", "-short", "-normal", "-tall")
 class CockpitApp(CommandApp):
     CSS_PATH = "app.tcss"
     TITLE = "atropos-tui"
-    HORIZONTAL_BREAKPOINTS = list(zip((0, 40, 110, 150, 180), WIDTHS, strict=True))
-    VERTICAL_BREAKPOINTS = list(zip((0, 12, 30, 48), HEIGHTS, strict=True))
+    HORIZONTAL_BREAKPOINTS = list(zip((0, 40, 110, 150, 180), WIDTHS, strict=True))  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = list(zip((0, 12, 30, 48), HEIGHTS, strict=True))  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(
             "r",

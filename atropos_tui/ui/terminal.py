@@ -83,7 +83,7 @@ def keep_history_out_of_collections(app: CommandApp) -> None:
     gc.set_threshold(2_000, 5, 1_000_000)
     gc.enable()
     # A full collection stops the screen for 0.25 s. Textual's timers need a Python function.
-    app.set_interval(COLLECT_S, lambda: gc.collect() and None)
+    app.set_interval(COLLECT_S, lambda: gc.collect())
 
 
 def _watch_terminal(gone: Callable[[], None]) -> None:

@@ -34,7 +34,7 @@ from atropos_common.protocol.records import (
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.diagnoses import node_lost
 from atropos_tui.supervisor.client import Refused
-from atropos_tui.ui import app
+from atropos_tui.ui import terminal
 from atropos_tui.ui.app import CockpitApp
 from atropos_tui.ui.views import VIEWS
 from atropos_tui.ui.widgets.components import Components
@@ -63,7 +63,7 @@ def changed(status: RunStatus, name: str, **fields: object) -> RunStatus:
 async def test_garbage_is_collected_while_it_is_looked_at(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "COLLECT_S", 0.05)
+    monkeypatch.setattr(terminal, "COLLECT_S", 0.05)
     collected = []
     monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
     async with cockpit(run, (80, 24), FakeControl(live_status(run, NOW)), now) as screen:
