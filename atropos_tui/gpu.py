@@ -167,16 +167,8 @@ class Nvml:
         with contextlib.suppress(library.NVMLError):
             rows = library.nvmlDeviceGetComputeRunningProcesses(handle)
             processes = {int(row.pid): row.usedGpuMemory for row in rows}
-        return Card(
-            index,
-            int(memory.used),
-            int(memory.total),
-            name,
-            utilization,
-            processes,
-            power_w,
-            temperature_c,
-        )
+        used, total = int(memory.used), int(memory.total)
+        return Card(index, used, total, name, utilization, processes, power_w, temperature_c)
 
 
 def read_driver() -> NvidiaDriver | str | None:
@@ -197,10 +189,9 @@ def _chosen(library: Any, handles: list[Any], given: str) -> list[Any]:
         if word.isdecimal():
             found += handles[int(word) : int(word) + 1]
         else:
+            ids = [_text(library.nvmlDeviceGetUUID(each)) for each in handles if word]
             found += [
-                each
-                for each in handles
-                if word and _text(library.nvmlDeviceGetUUID(each)).startswith(word)
+                each for each, id_ in zip(handles, ids, strict=False) if id_.startswith(word)
             ][:1]
     return found if len(found) == len(given.split(",")) else handles
 

@@ -247,12 +247,9 @@ def _span(step: Series) -> float | None:
 
 def _possible(figures: RunBenchmark) -> RunBenchmark:
     # Negative times and rates come from clocks that run backwards.
-    nothing: dict[str, Any] = {
-        name: None
-        for name in RunBenchmark.__dataclass_fields__
-        if name.endswith("_s") and (getattr(figures, name) or 0) < 0
-    }
-    return replace(figures, **nothing)
+    names = (name for name in RunBenchmark.__dataclass_fields__ if name.endswith("_s"))
+    wrong: dict[str, Any] = {name: None for name in names if (getattr(figures, name) or 0) < 0}
+    return replace(figures, **wrong)
 
 
 def _total(series: Series) -> float | None:

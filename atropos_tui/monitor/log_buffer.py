@@ -217,12 +217,8 @@ class LogBuffer:
             return None
         number, part = (self._base + y, 0) if self._rows is None else self._rows[y]
         entry = self._entries[number - self._base]
-        return (
-            number,
-            part,
-            entry,
-            entry.shown if self._wrap is None else self._parts(entry.shown)[part],
-        )
+        text = entry.shown if self._wrap is None else self._parts(entry.shown)[part]
+        return number, part, entry, text
 
     def row_of(self, number: int) -> int | None:
         """Return the first row of an entry; None if it is dropped or hidden."""

@@ -84,11 +84,10 @@ class Recording:
 
     def time_of(self, step: int) -> float | None:
         """Return the time of that step, or of the first later one."""
-        pairs = zip(self.times, self.records, strict=True)
-        return next(
-            (at for at, record in pairs if isinstance(record, StepRecord) and record.step >= step),
-            None,
-        )
+        for at, record in zip(self.times, self.records, strict=True):
+            if isinstance(record, StepRecord) and record.step >= step:
+                return at
+        return None
 
     @classmethod
     def load(cls, run: RunDir) -> Recording:
@@ -104,14 +103,8 @@ class Recording:
             if isinstance(record, STATUS):
                 state.apply(record)
         final = status_from_files(run, info, state)
-        return cls(
-            run,
-            info,
-            [at for at, _ in ordered],
-            [record for _, record in ordered],
-            bad_lines,
-            final,
-        )
+        times, records = [at for at, _ in ordered], [record for _, record in ordered]
+        return cls(run, info, times, records, bad_lines, final)
 
 
 def _read(path: Path) -> tuple[list[Record], int]:
@@ -309,12 +302,8 @@ class ReplayLogs:
                 entries.append(entry)
         if not passed:
             return list(entries)
-        return [
-            LogEntry(
-                "note", f"··· {passed:,} lines passed over at this speed ···", "", entries[0].time
-            ),
-            *entries,
-        ]
+        words = f"··· {passed:,} lines passed over at this speed ···"
+        return [LogEntry("note", words, time=entries[0].time), *entries]
 
     def _begin(self, names: tuple[str, ...]) -> None:
         self._following, self._jumps, self._waiting = names, self._clock.jumps, None

@@ -485,15 +485,9 @@ def render_overlay(runs: Sequence[RunCurves], now: float) -> str:
         tables.append(("Seeds of one setting: mean, lowest to highest", spread))
     if apart := settings_table(runs):
         tables.append(("Settings that differ", apart))
-    return _page(
-        "overlay.html.j2",
-        now,
-        title=" · ".join(setting.label for setting in settings),
-        count=len(runs),
-        pictures=pictures,
-        tables=tables,
-        last=counted(last_steps(runs), "step"),
-    )
+    title, last = " · ".join(one.label for one in settings), counted(last_steps(runs), "step")
+    values = {"title": title, "count": len(runs), "pictures": pictures, "last": last}
+    return _page("overlay.html.j2", now, tables=tables, **values)
 
 
 def chart_over(name: str, settings: Sequence[Setting], along: Along) -> PageChart | None:

@@ -29,22 +29,16 @@ LEFT_OUT = 0.05
 MOST_WORDS = 160  # characters of a fix in the sentence; the diagnosis has all of it
 
 
-GLYPHS: dict[Severity, str] = {
-    "alarm": "✖",
-    "warning": "▲",
-    "advice": "◆",
-    "healthy": "●",
-    "coming": "◔",
-    "over": "■",
+_LOOKS: dict[Severity, tuple[str, Tone]] = {
+    "alarm": ("✖", "bad"),
+    "warning": ("▲", "warn"),
+    "advice": ("◆", "busy"),
+    "healthy": ("●", "good"),
+    "coming": ("◔", "busy"),
+    "over": ("■", "dim"),
 }
-TONES: dict[Severity, Tone] = {
-    "alarm": "bad",
-    "warning": "warn",
-    "advice": "busy",
-    "healthy": "good",
-    "coming": "busy",
-    "over": "dim",
-}
+GLYPHS = {severity: glyph for severity, (glyph, _) in _LOOKS.items()}
+TONES = {severity: tone for severity, (_, tone) in _LOOKS.items()}
 
 
 @dataclass(frozen=True)
@@ -78,7 +72,7 @@ class Verdict:
 def verdict(status: RunStatus, info: RunInfo, state: RunState, now: float) -> Verdict:
     """Return the sentence about a run at `now` (Unix seconds)."""
     known = Known(status, info, state, now)
-    return next(found for look in LOOKS if (found := look(known)) is not None)
+    return next(found for check in CHECKS if (found := check(known)) is not None)
 
 
 @dataclass(frozen=True)
@@ -300,19 +294,9 @@ def _healthy(known: Known) -> Verdict:
 
 # Failures, then stalls, then starts, then advice. A restart within its usual time comes before the
 # diagnoses, because they are about the outage that it ends.
-LOOKS: tuple[Callable[[Known], Verdict | None], ...] = (
-    _over,
-    _ill,
-    _restarts_in_time,
-    _diagnosed,
-    _restarts,
-    _stopped,
-    _resumes,
-    _late,
-    _coming,
-    _too_old,
-    _limited,
-    _healthy,
+CHECKS: tuple[Callable[[Known], Verdict | None], ...] = (
+    *(_over, _ill, _restarts_in_time, _diagnosed, _restarts, _stopped, _resumes, _late),
+    *(_coming, _too_old, _limited, _healthy),
 )
 
 

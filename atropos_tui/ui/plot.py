@@ -237,11 +237,8 @@ def _fill_band(canvas: _Canvas, band: Band, scale: _Scale, first: float, last: f
 
 def _in_view(curve: Curve, first: float, last: float) -> Curve:
     # `on_scale` turns values beyond any scale into infinities.
-    points = [
-        (step, on_scale(value))
-        for step, value in zip(curve.steps, curve.values, strict=True)
-        if first <= step <= last
-    ]
+    pairs = zip(curve.steps, curve.values, strict=True)
+    points = [(step, on_scale(value)) for step, value in pairs if first <= step <= last]
     return replace(curve, steps=[step for step, _ in points], values=[value for _, value in points])
 
 

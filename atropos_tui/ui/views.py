@@ -48,22 +48,8 @@ class ViewSpec(NamedTuple):
     """Title on a narrow screen."""
 
 
-TRAINING = (
-    "reward",
-    "useful",
-    "loss",
-    "entropy",
-    "length",
-    "truncated",
-    "ratio",
-    "clip",
-    "grad",
-    "lag",
-    "lr",
-    "time",
-    "tokens",
-    "queue",
-)
+LEARNING = ("reward", "useful", "loss", "entropy", "length", "truncated", "ratio", "clip", "grad")
+TRAINING = (*LEARNING, "lag", "lr", "time", "tokens", "queue")
 ALIGNMENT = ("diff", "diff-max", "logprobs", "kl")
 
 # In the order of the number keys. To add a panel, write its file and add a row here.
@@ -108,14 +94,8 @@ VIEWS = {
     ),
 }
 ENLARGED = "enlarged"
-NUMBERLESS = {
-    ENLARGED: ViewSpec(
-        "Chart",
-        "One chart on the whole screen",
-        Chart,
-        panels=lambda: [Chart("reward"), StepPanel()],
-    )
-}
+_ONE_CHART = ViewSpec("Chart", "One chart", Chart, lambda: [Chart("reward"), StepPanel()])
+NUMBERLESS = {ENLARGED: _ONE_CHART}
 
 
 def compose_screen() -> ComposeResult:

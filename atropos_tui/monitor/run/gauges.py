@@ -76,25 +76,21 @@ class GaugeHistory:
 
     def queue(self) -> tuple[list[float], list[float]]:
         """Return times and depths of run-api's queue."""
-        known = [
-            (sample.time, float(sample.queue))
-            for sample in self.samples
-            if sample.queue is not None
-        ]
+        known = [(one.time, float(one.queue)) for one in self.samples if one.queue is not None]
         return [time for time, _ in known], [depth for _, depth in known]
 
     def card(self, index: int, node: str = "") -> list[tuple[float | None, float] | None]:
         """Return utilization and used memory share (0 to 1) of a GPU, by record."""
-        cards = (
-            {(gpu.node, gpu.index): gpu for gpu in sample.gpus}.get((node, index))
-            for sample in self.samples
-        )
-        return [
-            (_share(card.utilization_percent), min(1.0, card.used_bytes / max(card.total_bytes, 1)))
-            if card
-            else None
-            for card in cards
-        ]
+        found: list[tuple[float | None, float] | None] = []
+        for sample in self.samples:
+            cards = (gpu for gpu in sample.gpus if (gpu.node, gpu.index) == (node, index))
+            if card := next(cards, None):
+                busy = card.utilization_percent
+                held = min(1.0, card.used_bytes / max(card.total_bytes, 1))
+                found.append((None if busy is None else busy / 100, held))
+            else:
+                found.append(None)
+        return found
 
     def used(self, rows: Iterable[ComponentStatus]) -> list[ComponentStatus]:
         """Add the newest CPU and memory use to `rows` that have none."""
@@ -105,10 +101,6 @@ class GaugeHistory:
             else row
             for row in rows
         ]
-
-
-def _share(percent: int | None) -> float | None:
-    return None if percent is None else percent / 100
 
 
 def _grown(before: float | None, now: float | None) -> float | None:
@@ -152,20 +144,14 @@ def split_gpu(
         planned: GPUs of each component in the plan.
         trainer_bytes: memory reserved by torch in the trainer process.
     """
-    parts = [
-        Share(row.name, float(gpu.held_bytes[row.name]))
-        for row in rows
-        if gpu.held_bytes.get(row.name)
-    ]
+    held = ((row.name, gpu.held_bytes.get(row.name)) for row in rows)
+    parts = [Share(name, float(amount)) for name, amount in held if amount]
     rest = max(0.0, gpu.used_bytes - sum(part.amount for part in parts))
     if parts or not rest:
         return Split([*parts, *_rest(OTHER, rest)], gpu.total_bytes)
     here = [row for row in rows if row.pid and gpu.index in planned.get(row.name, ())]
-    trainers = [
-        row
-        for row in here
-        if row.role is Role.TRAINER and list(planned.get(row.name, ())) == [gpu.index]
-    ]
+    alone = [row for row in here if list(planned.get(row.name, ())) == [gpu.index]]
+    trainers = [row for row in alone if row.role is Role.TRAINER]
     if len(trainers) == 1 and trainer_bytes and trainer_bytes <= rest:
         parts = [Share(trainers[0].name, trainer_bytes)]
         rest -= trainer_bytes
@@ -205,10 +191,8 @@ def cells(split: Split, width: int) -> list[int]:
     edges, sum_so_far, taken = [], 0.0, 0
     for part in split.parts:
         sum_so_far += part.amount
-        end = min(
-            width,
-            max(round(sum_so_far / split.total * width), taken + (1 if part.amount > 0 else 0)),
-        )
+        least = taken + (1 if part.amount > 0 else 0)
+        end = min(width, max(round(sum_so_far / split.total * width), least))
         edges.append(end - taken)
         taken = end
     return edges

@@ -163,16 +163,10 @@ def status_from_files(run: RunDir, info: RunInfo, state: RunState) -> RunStatus:
 
 def component_rows(info: RunInfo, state: RunState) -> list[ComponentStatus]:
     """Return every component in its last state; pending if it had no transition."""
-    rows = {
-        item.name: ComponentStatus(
-            name=item.name,
-            role=item.role,
-            state=State.PENDING,
-            port=item.port,
-            stages=_stages(item, state),
-        )
-        for item in info.components
-    }
+    rows = {}
+    for item in info.components:
+        new = ComponentStatus(name=item.name, role=item.role, state=State.PENDING, port=item.port)
+        rows[item.name] = new.model_copy(update={"stages": _stages(item, state)})
     for record in state.transitions:
         if record.component and _member(State, record.new) is not None:
             rows[record.component] = _moved(rows.get(record.component), record)

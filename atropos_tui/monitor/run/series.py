@@ -50,12 +50,8 @@ class Series:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Series):
             return NotImplemented
-        return (self.steps, self.values, self.times, self.counts) == (
-            other.steps,
-            other.values,
-            other.times,
-            other.counts,
-        )
+        mine = self.steps, self.values, self.times, self.counts
+        return mine == (other.steps, other.values, other.times, other.counts)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -204,14 +200,7 @@ class Series:
             to = bisect_left(steps, (steps[at] // width + 1) * width, at + 1, min(at + width, end))
             found.steps.append(steps[at])
             found.times.append(self.times[at])
-            value, low, high, count = (
-                self.values[at],
-                self.lows[at],
-                self.highs[at],
-                self.counts[at],
-            )
-            if to > at + 1:
-                value, low, high, count = self._summed(at, to)
+            value, low, high, count = self._summed(at, to)
             found.values.append(value)
             found.lows.append(low)
             found.highs.append(high)
@@ -222,23 +211,18 @@ class Series:
 
     def _summed(self, start: int, end: int) -> tuple[float, float, float, int]:
         # Mean, lowest, highest and step count.
+        if end == start + 1:
+            return self.values[start], self.lows[start], self.highs[start], self.counts[start]
         values, counts, lows = self.values[start:end], self.counts[start:end], self.lows[start:end]
         total, count = sum(map(mul, values, counts)), sum(counts)
         # Nearly always all values are finite; then builtins do the work, without a Python loop.
         if math.isfinite(total) and math.isfinite(sum(lows)):
             return total / count, min(lows), max(self.highs[start:end]), count
-        finite = [
-            (value, number)
-            for value, number in zip(values, counts, strict=True)
-            if math.isfinite(value)
-        ]
+        pairs = zip(values, counts, strict=True)
+        finite = [(value, number) for value, number in pairs if math.isfinite(value)]
         known = sum(number for _, number in finite)
-        return (
-            sum(value * number / known for value, number in finite) if known else math.nan,
-            math.nan,
-            math.nan,
-            count,
-        )
+        mean = sum(value * number / known for value, number in finite) if known else math.nan
+        return mean, math.nan, math.nan, count
 
 
 def on_scale(value: float) -> float:
@@ -271,11 +255,8 @@ def thin(series: Series, most: int) -> Series:
         if len(finite) < end - start:
             kept.add(next(at for at in range(start, end) if not math.isfinite(series.values[at])))
     order = sorted(kept)
-    return Series(
-        [series.steps[at] for at in order],
-        [series.values[at] for at in order],
-        [series.times[at] for at in order],
-    )
+    steps, times = [series.steps[at] for at in order], [series.times[at] for at in order]
+    return Series(steps, [series.values[at] for at in order], times)
 
 
 def averaged(series: Series, most: int) -> Series:
@@ -288,11 +269,8 @@ def averaged(series: Series, most: int) -> Series:
     else:  # fast path: runs for every chart at each redraw
         means = [sum(series.values[start:end]) / (end - start) for start, end in slices]
     starts = [start for start, _ in slices]
-    return Series(
-        [series.steps[at] for at in starts],
-        [math.nan if mean is None else mean for mean in means],
-        [series.times[at] for at in starts],
-    )
+    steps, times = [series.steps[at] for at in starts], [series.times[at] for at in starts]
+    return Series(steps, [math.nan if mean is None else mean for mean in means], times)
 
 
 def _slices(series: Series, count: int, *, by_steps: bool) -> Iterator[tuple[int, int]]:

@@ -241,17 +241,9 @@ class Chart(Panel, can_focus=True):
             average = Curve(view.ruler.place(smoothed), smoothed.values, self.ink(curve.colour))
         if part.is_merged:
             read = Curve(view.ruler.place(part), part.values, self.ink(curve.colour))
-        return Trace(
-            curve.label,
-            curve.colour,
-            view.ruler.place(raw),
-            raw.values,
-            scatter=curve.scatter,
-            smooth=average,
-            span=lens.smoothing if average else 0,
-            last=part.last,
-            read=read,
-        )
+        span = lens.smoothing if average else 0
+        drawn = Trace(curve.label, curve.colour, view.ruler.place(raw), raw.values, curve.scatter)
+        return replace(drawn, smooth=average, span=span, last=part.last, read=read)
 
     def _traces_of_runs(self, view: View, lens: Lens) -> list[Trace]:
         marks = line_marks(len(view.settings), 1 if self.app.no_color else len(RUN_COLOURS))
@@ -307,12 +299,8 @@ class Chart(Panel, can_focus=True):
         self, name: str, words: Sequence[str], notes: Sequence[tuple[str, str]], *, gap: int
     ) -> Content:
         pairs = zip(self._traces, words, strict=False)
-        return title(
-            name,
-            *((f"{trace.mark} {text}", trace.colour) for trace, text in pairs),
-            *notes,
-            gap=gap,
-        )
+        curves = ((f"{trace.mark} {text}", trace.colour) for trace, text in pairs)
+        return title(name, *curves, *notes, gap=gap)
 
     def _value(self, trace: Trace) -> str:
         cursor = self.view.lens.cursor if self.view and not self.spec.over_seconds else None
@@ -372,16 +360,8 @@ class Chart(Panel, can_focus=True):
         log = self.spec.log != (self.spec.name in lens.other_axis)
         low, high = self._bounds(log=log, cut=lens.cuts_outliers)
         marks = [] if self.spec.over_seconds else self.view.marks
-        axes = Axes(
-            first=self._first,
-            last=self._last,
-            low=low,
-            high=high,
-            log=log,
-            healthy=self.spec.healthy,
-            cursor=lens.cursor,
-            marks=[(place, MARKS[mark.kind]) for place, mark in marks],
-        )
+        axes = Axes(self._first, self._last, low, high, log, self.spec.healthy, lens.cursor)
+        axes = replace(axes, marks=[(place, MARKS[mark.kind]) for place, mark in marks])
         named = {name: self.ink(name) for name in ("grid", "limit", "bad", "healthy")}
         pens = Ink(**named, axis=self.ink("dim"), mark=self.ink("dim"), cursor=self.ink("accent"))
         drawn = plot(curves, axes, pens, width, height - self._has_legend, bands)

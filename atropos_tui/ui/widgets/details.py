@@ -184,11 +184,9 @@ class StepPanel(TextPanel):
     def lines(self, view: View, width: int, height: int) -> list[Text]:
         step, (first, last) = view.cursor_step, view.cursor_steps
         found = [self._when(view, step)]
-        found += [
-            Text(f"{MARKS[mark.kind]} {one_line(mark.words)}", self.ink("warn"))
-            for _, mark in view.marks
-            if first <= mark.step <= last
-        ]
+        here = (mark for _, mark in view.marks if first <= mark.step <= last)
+        for mark in here:
+            found.append(Text(f"{MARKS[mark.kind]} {one_line(mark.words)}", self.ink("warn")))
         if (time := self._time(view, step)) is not None:
             found.append(time)
         names = sorted(view.state.names(), key=lambda name: _ORDER.get(name, len(_ORDER)))
