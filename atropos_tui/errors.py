@@ -68,12 +68,8 @@ class UserError(Exception):
 
 
 class Elsewhere(Exception):
-    """A command that must run on another machine.
-
-    Args:
-        prefix: command in front of ours that reaches the machine, such as ssh or srun.
-        words: arguments to run there; None: those of this command.
-    """
+    """A command that must run on another machine; `prefix` reaches it (ssh, srun), `words`
+    replace its arguments."""
 
     def __init__(self, prefix: list[str], words: list[str] | None = None) -> None:
         super().__init__(" ".join(prefix))

@@ -1,7 +1,4 @@
-"""NVML, the NVIDIA driver's library; no other module opens it.
-
-The driver may hang, so the supervisor reads through `supervisor.launchers.gpu_memory.Reader`.
-"""
+"""NVML, the NVIDIA driver's library; no other module opens it."""
 
 from __future__ import annotations
 
@@ -67,11 +64,8 @@ def given_here(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 class Nvml:
-    """NVML, opened at the first reading and kept open until one fails.
-
-    Args:
-        given: cards to read, in the form of `CUDA_VISIBLE_DEVICES`; None: all.
-    """
+    """Opened at the first reading, until one fails; `given`: cards, as in
+    `CUDA_VISIBLE_DEVICES`."""
 
     def __init__(self, given: str | None = None) -> None:
         self._given = given
@@ -84,7 +78,6 @@ class Nvml:
 
         Raises:
             NoDriverError: there is no driver.
-            Exception: NVML's own error; the next reading opens the driver again.
         """
         if self._library is None:
             self._open()
@@ -95,7 +88,7 @@ class Nvml:
             raise
 
     def driver(self) -> NvidiaDriver:
-        """Read versions, and cards with compute capability; 0 bytes where NVML reports no memory
+        """Read versions, and cards with compute capability; 0 bytes where NVML reports none
         (MIG)."""
         if self._library is None:
             self._open()

@@ -1,7 +1,7 @@
-"""Standard streams of a command: closed, full or foreign ones, and a filter of what they print.
+"""Standard streams of a command that may be closed or full, and a filter of what they print.
 
-Call `prepare` first and `finish` last. On a full disk the command goes on: lost bytes are counted
-and reported. `gated()` filters the output of a command, `harmless` each line of the screen.
+Call `prepare` first and `finish` last. `gated()` filters a command, `harmless` a line of the
+screen.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ _outputs: list[Output] = []
 
 
 def prepare() -> None:
-    """Open closed streams on `os.devnull`; make output and error never raise for bad text or a
-    full disk."""
+    """Make the standard streams safe against closed descriptors, bad text and a full disk."""
     # A closed descriptor 0 to 2 would be reused by the next file that opens, and `print` would
     # write into that file.
     for descriptor in range(3):
@@ -137,7 +136,7 @@ _HALVES = re.compile("[\ud800-\udfff]")
 
 
 def plain_text(line: str) -> str:
-    """Make one line safe to show; of text with carriage returns only the last part is kept."""
+    """Make one line safe to show: its text after the last carriage return."""
     # Cut before the expressions below, which would be slow on a line of megabytes; four characters
     # a column leave space for escape sequences.
     if len(line) > 4 * MAX_COLUMNS:

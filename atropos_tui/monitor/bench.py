@@ -1,9 +1,6 @@
-"""Figures of a run: its current pace, and the BENCHMARK SUMMARY for one run or several.
+"""Figures of a run: its current pace, and the BENCHMARK SUMMARY.
 
-     atropos-tui bench RUN... [--json]
-
-A finished run of one attempt shows the trainer's own summary; otherwise the figures come from the
-records.
+A finished run of one attempt shows the trainer's own summary, others what their records say.
 """
 
 from __future__ import annotations
@@ -261,7 +258,7 @@ def _whole(value: float | None) -> int | None:
 
 
 def render_benchmarks(runs: Sequence[RunBenchmark]) -> str:
-    """Return the summary of one run, or a table of several with ratios to the first."""
+    """Return the summary of one run, or a table with ratios to the first."""
     return _summary(runs[0]) if len(runs) == 1 else _comparison(runs)
 
 

@@ -1,4 +1,4 @@
-"""Charts: the catalogue, their curves, colours and axis limits.
+"""Charts: the catalogue, and the view of a curve.
 
 Names and descriptions come from the metrics of the records; one with a title gets a chart in the
 report. A view of the screen (`ui/views.py`) and `PAGE` decide where `CHARTS` are drawn.
@@ -279,8 +279,8 @@ class Lens:
 
 
 def axis_end(newest: float, planned: float) -> float:
-    """Return the last step of an axis: the plan from half of it on, before that at most `GROWTH`
-    times `newest`."""
+    """Return the end of an axis: the plan from half of it on, before that a little more than
+    `newest`."""
     if newest >= planned / 2:  # late enough that the rest of the plan is worth its width
         return max(newest, planned)
     end = SHORTEST_AXIS
@@ -347,8 +347,7 @@ def _sums(series: Series) -> Iterator[float]:
 
 
 def smoothed(values: Sequence[float], span: float) -> list[float]:
-    """Exponential moving average with weight 2 / (span + 1), bias-corrected as Adam's moments
-    are."""
+    """Exponential moving average with weight 2 / (span + 1), bias-corrected as in Adam."""
     keep = 1 - 2 / (span + 1)
     total = weight = 0.0
     found = []

@@ -132,7 +132,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def reason_of(record: StateRecord) -> str:
-    """Return the reason of a transition, and in backoff the time to the next start."""
+    """Return the reason of a transition; in backoff with the time to the next start."""
     if record.retry_at is None:
         return one_line(record.reason)
     wait = max(0.0, record.retry_at - record.time)

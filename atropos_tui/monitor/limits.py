@@ -1,7 +1,4 @@
-"""The component that limits a run, from measured rates, and the setting that moves the limit.
-
-docs/telemetry.md has the table of cases.
-"""
+"""The component that limits a run, and the setting that moves the limit."""
 
 from __future__ import annotations
 
@@ -94,7 +91,7 @@ class Run:
         return [row.name for row in self.status.components if row.role is role]
 
     def option(self, role: Role, name: str) -> str:
-        """Return a flag of the first component of `role` that sets it, or an empty string."""
+        """Return a flag of the first component of `role` that sets it."""
         commands = (list(item.command) for item in self.info.components if item.role is role)
         return next(filter(None, (flag(words, name) for words in commands)), "")
 

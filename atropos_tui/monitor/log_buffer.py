@@ -1,6 +1,6 @@
-"""Log lines for a screen: `LogFeed` follows them; `LogBuffer` stores, filters, wraps and searches.
+"""Log lines for a screen: followed by `LogFeed`, stored in `LogBuffer`.
 
-Entries have fixed numbers. A screen shows *rows*: one for each entry, or several for a wrapped one.
+A screen shows rows: one for each entry, or several for a wrapped one.
 """
 
 from __future__ import annotations
@@ -78,11 +78,8 @@ class LogEntry(NamedTuple):
 
 
 class Classifier:
-    """Detects the level of a component's lines by their first level word.
-
-    Indented lines of a traceback belong to it. A failed HTTP request is a warning, a successful GET
-    a poll.
-    """
+    """Detects the level of a component's lines by their first level word; a traceback is one
+    error."""
 
     def __init__(self) -> None:
         self._in_traceback = False
@@ -311,7 +308,7 @@ class LogFeed:
         return EntryMaker().entries(found)
 
     def read(self, names: tuple[str, ...]) -> list[LogEntry]:
-        """Return the lines since the last call; the latest ones after a change of `names`."""
+        """Return the lines since the last call; the latest after a change of `names`."""
         if names != tuple(self._readers):
             self._merged.close()
             self._readers = {name: LogReader(self._run.logs / name, lossy=True) for name in names}

@@ -1,8 +1,6 @@
 """Read growing logs: `LogReader` for one component, `MergedLogs` for several by time of arrival.
 
-A reader keeps its file open, so that a rotation (`N.log` becomes `N.log.1`) loses nothing. A
-*lossy* reader keeps a screen up to date: it reads one bounded chunk a call, and skips what it is
-too late for.
+A lossy reader keeps a screen up to date: it reads one bounded chunk a call, and skips the rest.
 """
 
 from __future__ import annotations
@@ -55,9 +53,8 @@ class LogReader:
     """Reads one component, from its latest attempt on.
 
     Args:
-        folder: `RUN/logs/COMPONENT`.
-        attempt: `"all"`: from the first attempt on; a number: only that attempt.
-        lossy: prefer the newest lines; the end of an ended attempt is still read.
+        attempt: `"all"`: from the first on; a number: that one alone.
+        lossy: prefer the newest lines.
     """
 
     def __init__(
@@ -87,8 +84,7 @@ class LogReader:
         return self._path
 
     def skip(self, count: float = math.inf, since: float = -math.inf) -> None:
-        """Start late, but early enough for the last `count` lines since `since` (Unix seconds).
-        Call before the first `drain`."""
+        """Start late, but early enough for the last `count` lines since `since` (Unix seconds)."""
         for segment, path in self._backwards():
             file = _open(segment)
             if file is None or (self._file is not None and _same(file, self._file)):
@@ -115,7 +111,7 @@ class LogReader:
             self._path, self._begun, self._is_torn, self._calm = later, False, False, CALM_READS
 
     def rest(self) -> Iterator[LogLine]:
-        """Yield the last line if it has no newline; call when nothing more can come."""
+        """Yield the last line if it has no newline; nothing more may come."""
         if self._partial and self._file is not None:
             yield from self._timed(
                 [self._partial], self._file.tell() - 1 - len(self._partial), time.monotonic()
@@ -280,11 +276,7 @@ class LogReader:
 
 
 class MergedLogs:
-    """Merges several readers by time of arrival.
-
-    A line may reach its file after a later line of another component. So while a run is followed,
-    each line is held back for `HOLD_S`. No line is lost or repeated.
-    """
+    """Merges several readers by time of arrival; no line is lost or repeated."""
 
     def __init__(self, readers: Sequence[LogReader]) -> None:
         self._readers = readers

@@ -1,8 +1,4 @@
-"""Comparison of runs: common axes, seeds of one setting as a band, differing settings, final
-values.
-
-Two runs have one setting if their resolved profiles differ in seed, ports and names only.
-"""
+"""Comparison of runs: common axes, bands of seeds, differing settings, final values."""
 
 from __future__ import annotations
 
@@ -52,7 +48,7 @@ class RunCurves:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Runs on the same axes as the run on the screen, in the order of the choice."""
+    """Runs on the same axes as the one on the screen, as chosen."""
 
     others: dict[Path, RunCurves] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
@@ -89,7 +85,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class MetricLine:
-    """A metric of one setting along an axis; for several runs mean, lowest and highest values."""
+    """A metric of one setting along an axis; of several runs mean, lowest and highest."""
 
     label: str
     places: Sequence[float]

@@ -60,12 +60,6 @@ class Pattern:
 
 
 def compiled(text: str) -> Pattern:
-    """Compile the text of a search field: capitals make case matter; an incomplete expression is
-    literal.
-
-    Raises:
-        UnsupportedPatternError: RE2 lacks a feature of the expression.
-    """
     ignore_case = text == text.lower()
     try:
         return Pattern(text, ignore_case=ignore_case)

@@ -1,8 +1,4 @@
-"""Replay a recorded run on the screen as if it were live: `Replay(Recording.load(run))`.
-
-`Replay` has all that the screen reads of a live run: `feed`, `control`, `logs` and `clock`. It
-refuses every command.
-"""
+"""Replay a recorded run on the screen: `Replay(Recording.load(run))` stands in for a live run."""
 
 from __future__ import annotations
 
@@ -128,8 +124,7 @@ def _ascending(records: list[Record]) -> list[float]:
 
 
 class ReplayClock:
-    """Time of the recording, `speed` times as fast as the wall clock; stopped while paused and
-    at the end."""
+    """Time of the recording, `speed` times as fast as the wall clock."""
 
     def __init__(
         self,
@@ -176,7 +171,7 @@ class ReplayClock:
         self.jumps += 1
 
     def seek_event(self, events: Sequence[float], direction: int) -> None:
-        """Seek to the next or previous of `events` (ascending), else to the end or beginning."""
+        """Seek to the next or previous of `events` (ascending)."""
         now = self.now()
         at = bisect_right(events, now) if direction > 0 else bisect_left(events, now) - 1
         end = self.last if direction > 0 else self.first
@@ -191,7 +186,7 @@ class ReplayClock:
 
 
 class ReplayFeed:
-    """Due records, with the interface of `RunFeed`. Read it from one thread at a time."""
+    """Due records, as from `RunFeed`. Read it from one thread at a time."""
 
     def __init__(self, recording: Recording, clock: ReplayClock) -> None:
         self._recording, self._clock = recording, clock
@@ -286,8 +281,7 @@ class ReplayLogs:
         return self._run.log(name, attempts[name]) if name in attempts else None
 
     def read(self, names: tuple[str, ...]) -> list[LogEntry]:
-        """Return the lines due since the last call; after a seek or a change of `names`, the
-        last minute."""
+        """Return the due lines; after a seek or a change of `names`, the last minute."""
         if (names, self._clock.jumps) != (self._following, self._jumps):
             self._begin(names)
         entries: deque[LogEntry] = deque(maxlen=LINES_AT_ONCE)

@@ -1,7 +1,6 @@
-"""HTML reports: `render_report` of one run, `render_overlay` to compare several.
+"""HTML reports: `render_report` of one run, `render_overlay` of several.
 
-A page has no script and uses no network. Output of programs and models is stripped of control
-characters and escaped.
+A page has no script and uses no network; texts of others are masked and escaped.
 """
 
 from __future__ import annotations
@@ -138,7 +137,8 @@ def environment() -> Environment:
     """Return the environment for the templates in this folder; it escapes inserted values."""
     loader = PackageLoader("atropos_tui.monitor", package_path=".")
     made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    return made.overlay(trim_blocks=True, lstrip_blocks=True)
+    made.trim_blocks = made.lstrip_blocks = True
+    return made
 
 
 def _pictures(drawn: Sequence[PageChart], name: str) -> list[tuple[PageChart, Markup]]:
@@ -242,7 +242,7 @@ def _start(state: RunState, end: float) -> float:
 
 
 def lanes(state: RunState, end: float) -> list[Lane]:
-    """Return the states of each component up to `end`; resting states except failed leave a gap."""
+    """Return the states of each component up to `end`, without resting ones except failed."""
     start = _start(state, end)
     whole = max(end - start, 1e-3)
     found: dict[str, Lane] = {}
@@ -293,7 +293,7 @@ def _component(row: Any) -> dict[str, str]:
 
 
 def exit_words(code: int | None) -> str:
-    """Return an exit code, with the name of the signal in it (-N or 128 + N)."""
+    """Return an exit code with the name of its signal (-N or 128 + N)."""
     if code is None:
         return "–"
     number_ = -code if code < 0 else code - 128  # Python's convention, then the shell's

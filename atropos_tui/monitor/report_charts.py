@@ -1,8 +1,7 @@
-"""Charts of a report: `charts(state)` prepares them, `draw(chart)` renders one as SVG by
-matplotlib.
+"""Charts of a report: `charts(state)` prepares them, `draw(chart)` renders one as SVG.
 
-A picture has no script, font or foreign text. matplotlib draws in marker colours, which are
-replaced by the page's `var(--...)`, so that one picture fits light and dark pages.
+matplotlib draws in marker colours, which become the page's `var(--...)`: one picture fits light and
+dark.
 """
 
 from __future__ import annotations
@@ -344,7 +343,7 @@ def _labels(axis: Axis) -> list[str]:
 
 @dataclass(frozen=True)
 class HoverSpot:
-    """A part of a picture that shows values on hover, in units of the SVG."""
+    """Part of a picture that shows values on hover, in SVG units."""
 
     left: float
     width: float

@@ -29,8 +29,8 @@ class RolloutGroup:
 
 
 def groups(rollouts: Iterable[RolloutRecord], pattern: Pattern | None = None) -> list[RolloutGroup]:
-    """Group rollouts, newest step first. A match of `pattern` in the prompt keeps the whole
-    group, one in a completion that completion."""
+    """Group rollouts, newest step first. A match in the prompt keeps the group, else the
+    completion."""
     wanted = [rollout for rollout in rollouts if pattern is None or _matches(rollout, pattern)]
     order: dict[tuple[int, str, str], int] = {}
     for at, rollout in enumerate(wanted):
@@ -71,7 +71,7 @@ def answer(completion: str) -> str:
 
 
 def shared_beginning(questions: Iterable[str]) -> int:
-    """Return the length of the common beginning of different questions; 0 if it is short."""
+    """Return the length of the common beginning of different questions, if long enough."""
     different = sorted(set(questions))
     if len(different) < 2:
         return 0

@@ -1,4 +1,4 @@
-"""Lists of runs: a row for each as `runs` prints it, and the runs offered for comparison."""
+"""The rows of `runs`, and the runs offered for comparison."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RunRow:
     name: str
     mode: str
     state: str
-    """`live`, `waits` (in SLURM's queue), `ended CODE` or `crashed` with what is left of it."""
+    """`live`, `waits` (in SLURM's queue), `ended CODE`, or `crashed`."""
     reason: str
     """Reason of its end, or of the wait."""
     started_at: float | None
@@ -79,7 +79,7 @@ STATE_COLUMNS = 11
 
 
 def table(runs: Sequence[RunRow], now: float, width: int | None = None) -> list[str]:
-    """Return the headings and a line for each run, with columns that fit in `width`."""
+    """Return headings and a line for each run, with the columns that fit."""
     rows = [HEADINGS, *(run.cells(now) for run in runs)]
     kept = list(range(len(HEADINGS)))
     for name in SPARED:
@@ -125,7 +125,7 @@ def age(when: float | None, now: float) -> str:
 
 
 def other_runs(root: Path) -> list[RunRow]:
-    """Return the newest runs with trainer records, beside `root` or anywhere of this user."""
+    """Return the newest runs with trainer records: neighbours, and others of this user."""
     found = {}
     for path in [*within(root.parent), *within(registry())]:
         try:

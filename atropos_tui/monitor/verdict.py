@@ -1,7 +1,4 @@
-"""The verdict: one sentence about a run, its limit, and the change to make.
-
-It is the same on the screen, in `ps`, `why`, `bench`, the report and a replay.
-"""
+"""The verdict: one sentence about a run, its limit, and the change to make."""
 
 from __future__ import annotations
 
@@ -346,7 +343,7 @@ class Restart:
         return self.outages[0].since
 
     def words(self, now: float) -> str:
-        """Return `vllm and trainer are restarting (killed by hand 10 s ago; last time 15 s)`."""
+        """Return `vllm is restarting (killed by hand 10 s ago; last time 15 s)`."""
         names = [each.row.name for each in self.outages]
         who = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
         command, verb = self.outages[0].command, "is" if len(names) == 1 else "are"
@@ -417,7 +414,7 @@ def _cause(run: Run, outage: Outage) -> DiagnosisRecord | None:
 
 
 def resuming(run: Run) -> str:
-    """Describe a restarted trainer or environment without a step so far; empty if none."""
+    """Describe a restarted trainer or environment without a step so far."""
     for role, steps in ((Role.TRAINER, 0), (Role.ENV, LEFT_BEHIND)):
         rows = [row for row in run.status.components if row.role is role]
         # Every one is up and has a stage left to reach.

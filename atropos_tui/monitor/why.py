@@ -1,4 +1,4 @@
-"""`Picture`: the text of `why`, a line about the run and a paragraph for each component."""
+"""`Picture`: the text of `why`."""
 
 from __future__ import annotations
 
@@ -41,11 +41,7 @@ class Picture:
         self._open = open_diagnoses(state, status)
 
     def lines(self, component: str | None = None, columns: int | None = None) -> list[str]:
-        """Return the text, or one component's paragraph, wrapped to `columns`.
-
-        Raises:
-            KeyError: no such component.
-        """
+        """Return the text, or one component's paragraph, wrapped to `columns`."""
         if component is not None:
             return self._paragraph(self.rows[component], 0, columns)
         width = max((len(name) for name in self.rows), default=0) + 2
@@ -302,7 +298,7 @@ def silent_s(state: RunState, now: float) -> float | None:
 
 
 def overdue(state: RunState, status: RunStatus, now: float) -> str:
-    """Describe the overdue step and the components that are down; empty while steps come."""
+    """Describe the overdue step and the components that are down, if any."""
     silent = silent_s(state, now) if state.step else None
     if silent is None:
         return ""

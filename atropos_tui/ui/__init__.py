@@ -1,1 +1,1 @@
-"""The Textual screen: a client of the supervisor's socket and a reader of the run's files."""
+"""The Textual screen of one run."""

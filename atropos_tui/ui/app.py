@@ -1,7 +1,4 @@
-"""The cockpit app: the feed posts messages, handlers update the state, panels draw a `View`.
-
-The app owns no process and no file of the run, so killing it changes nothing.
-"""
+"""The cockpit app: the feed posts messages, handlers update the state, panels draw a `View`."""
 
 from __future__ import annotations
 

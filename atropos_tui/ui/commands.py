@@ -1,4 +1,4 @@
-"""Commands from the screen, the palette (Ctrl+P), the help, and the ways to leave."""
+"""Commands, the palette (Ctrl+P), the help, and the ways to leave."""
 
 from __future__ import annotations
 

@@ -137,8 +137,7 @@ AROUND = 10  # cells of frame and padding beside the lines
 
 
 class _ChooseDialog(_Dialog):
-    """Multiple choice. Space marks; Enter returns the marked values, or the one under the
-    cursor."""
+    """Space marks; Enter returns the marked values, or the one under the cursor."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "take", "Take", priority=True)]
     HEADING: ClassVar[str]

@@ -1,8 +1,6 @@
-"""Connection between a run and the screen: reads supervisor and files, posts messages, sends
-commands.
+"""Connection between a run and the screen: reads, posts messages, sends commands.
 
-History comes from the files, because only they are complete. An event of the supervisor triggers a
-read at once.
+History comes from the files; an event of the supervisor triggers a read at once.
 """
 
 from __future__ import annotations
@@ -114,7 +112,7 @@ class RecordsArrived(Message):
 
 @dataclass(eq=False)
 class LogArrived(Message):
-    """New lines of the followed components; `path`: their file, if there is only one."""
+    """New lines of the followed components; `path`: of a single one."""
 
     components: tuple[str, ...]
     path: Path | None
@@ -122,7 +120,7 @@ class LogArrived(Message):
 
 
 class Feed:
-    """Follows one run and posts what it reads. Each `follow_*` runs forever in its own worker."""
+    """Follows one run. Each `follow_*` runs forever in its own worker."""
 
     def __init__(
         self,
@@ -213,7 +211,7 @@ class Feed:
         """Return what a command would stop and start.
 
         Raises:
-            Refused: the supervisor refuses it, or does not answer.
+            Refused: also if the supervisor does not answer.
         """
         async with _answering():
             return await self.control.recipe(action, component)

@@ -1,7 +1,7 @@
-"""Curves, bars and sparklines in characters: from values to styled text, without Textual.
+"""Curves, bars and sparklines in characters: from values to styled text.
 
-A cell of a curve holds 2 x 4 Braille dots. A non-finite value interrupts its line as `×`; values
-beyond the vertical axis are `▴` or `▾` at the edge. No record can make a plot fail.
+A cell of a curve holds 2 x 4 Braille dots. No record can make a plot fail: non-finite values are
+`×`.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def plot(
     height: int,
     bands: Sequence[Band] = (),
 ) -> list[Line]:
-    """Draw `curves`, the first on top, as `height` lines; blank if the space is too small."""
+    """Draw `curves`, the first on top, as `height` lines."""
     # Steps beyond MOST_STEPS come from corrupt records and would compress the whole plot.
     ends = [step for curve in curves for step in curve.steps if abs(step) <= MOST_STEPS]
     last = max(ends, default=axes.first) if axes.last is None else axes.last
@@ -257,7 +257,7 @@ def _healthy_rows(
 
 
 def y_ticks(low: float, high: float, log: bool, most: int) -> list[float]:
-    """Return round values: decades, or multiples of 1, 2, 2.5 or 5 times a power of ten."""
+    """Return round values between `low` and `high`."""
     if log:
         # The small tolerance keeps ends that rounding moved just past a decade.
         decades = range(math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9) + 1)
@@ -294,7 +294,7 @@ def _is_even(ticks: Sequence[float], scale: _Scale) -> bool:
 
 
 def nice_step(rough: float) -> float:
-    """Return the smallest of 1, 2, 2.5, 5, 10 or 20 times a power of ten from `rough` on."""
+    """Return the next of 1, 2, 2.5, 5, 10 or 20 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(rough))
     steps = (factor * power for factor in (1, 2, 2.5, 5, 10, 20))
     return next(step for step in steps if step >= rough * (1 - 1e-9))
@@ -480,7 +480,7 @@ def textures(order: Sequence[str], *, colours: bool) -> TextureOf:
 
 
 def progress_bar(share: float, width: int, done: Style, left: Style) -> Text:
-    """Return a line of `width` cells of which `share` (0 to 1) is done."""
+    """Return a line of `width` cells, done up to `share` (0 to 1)."""
     count = round(share * width)
     bar = Text(no_wrap=True, end="").append(_DONE * count, done)
     return bar.append(_LEFT * (width - count), left)
@@ -498,7 +498,7 @@ def split_bar(split: Split, texture: TextureOf, style: StyleOf, width: int) -> T
 def legend(
     split: Split, texture: TextureOf, style: StyleOf, write: Callable[[float], str], width: int
 ) -> list[Text]:
-    """Return a legend such as `█ vllm 60 GB  ▓ trainer 12 GB`, in as many lines as it needs."""
+    """Return a legend such as `█ vllm 60 GB  ▓ trainer 12 GB`."""
     lines = [Text(no_wrap=True, end="")]
     for part in split.parts:
         entry = Text.assemble(

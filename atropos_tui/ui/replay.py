@@ -1,4 +1,4 @@
-"""The screen of a recorded run, with a bar for the position in time."""
+"""The screen of a recorded run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The terminal: run a screen, lend it to an editor, ring its bell, save a picture."""
+"""The terminal: run a screen, open an editor, ring the bell, save a picture."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FONTS = "'DejaVu Sans Mono', Menlo, Consolas, 'Liberation Mono', monospace"
 
 
 def run_app(app: CommandApp) -> Outcome:
-    """Show `app` until the user leaves it. SIGTERM, SIGHUP and the loss of the terminal detach."""
+    """Show `app` until the user leaves it; signals and a lost terminal detach."""
     # A long history is half a million permanent objects. Searching them for cycles takes a fifth of
     # the time to read them. The app enables the collector after it has read the history.
     gc.disable()
@@ -78,7 +78,7 @@ def run_app(app: CommandApp) -> Outcome:
 
 
 def keep_history_out_of_collections(app: CommandApp) -> None:
-    """Enable the garbage collector, without the objects that exist now and stay until the end."""
+    """Enable the garbage collector for the objects to come."""
     gc.freeze()
     gc.set_threshold(2_000, 5, 1_000_000)
     gc.enable()
@@ -196,7 +196,7 @@ class Bell:
         )
 
     def at_status(self, status: RunStatus | None) -> bool:
-        """Return True if the run ended since the last call, in a way that rings."""
+        """Return True if the run ended since the last call, and that rings."""
         if status is None:
             return False
         ended = status.phase is Phase.ENDED
@@ -215,7 +215,7 @@ def own_fonts(svg: str) -> str:
 
 
 def save_screenshot(svg: str, name: str, folder: Path) -> Path:
-    """Write the picture to a new file in `folder` and return its path.
+    """Write the picture to a new file in `folder`.
 
     Raises:
         OSError: the file cannot be written.

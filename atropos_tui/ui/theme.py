@@ -1,4 +1,4 @@
-"""Themes, and the glyph, word and style of each state. Colour is never the only sign of a state."""
+"""Themes, and the style of each state. Colour is never the only sign of a state."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def theme_colours(theme: Theme) -> dict[str, str]:
 def first_theme(
     wished: str, known: Collection[str], ground: Literal["dark", "light"] | None
 ) -> str:
-    """Return the user's theme if it exists, else the default for the terminal's background."""
+    """Return the user's theme if it exists, else one for the terminal's background."""
     return wished if wished in known else LIGHT.name if ground == "light" else THEME.name
 
 
@@ -193,8 +193,7 @@ def state_text(state: State) -> tuple[str, str]:
 
 
 def title(name: str, *parts: tuple[str, str], gap: int = 2) -> Content:
-    """Return a panel's title: its name, then `(text, theme colour)` parts, never parsed as
-    markup."""
+    """Return a panel's title: its name, then `(text, theme colour)` parts."""
     pieces: list[tuple[str, str]] = [(name, "bold $foreground")]
     for text, colour in parts:
         if not text:

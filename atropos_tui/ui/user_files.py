@@ -1,4 +1,4 @@
-"""Files in the user's own directories: choices for all screens, and the last internal error."""
+"""Files in the user's own directories: choices, and the last internal error."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def forget_errors() -> None:
 
 
 def crash_line(run: Path, *, command: str, is_over: bool) -> str:
-    """Return the line to print after a crash of the screen; `command` reopens it."""
+    """Return the line to print after a crash; `command` reopens the screen."""
     again = f"atropos-tui {command} {shlex.quote(str(run))}"
     what = (
         f"the screen failed: {again}" if is_over else f"the screen failed, the run goes on: {again}"

@@ -1,4 +1,4 @@
-"""The main screen: its layout, the table of views, the switch between them, and when to draw."""
+"""The main screen: its layout, its views, and when to draw."""
 
 from __future__ import annotations
 
@@ -184,12 +184,8 @@ class Painter:
         self._drawn_at = self._curves_at = self._news_at = float("-inf")
 
     def refresh(self, *, is_known: bool, is_loaded: bool, is_steady: bool) -> bool:
-        """Draw if it is time; return True if it was.
-
-        Args:
-            is_known: there is something to draw; is_loaded: with its whole history.
-            is_steady: no component starts or fails, so clocks may be drawn less often.
-        """
+        """Draw if it is time; return True if it was. `is_steady`: clocks may be drawn less
+        often."""
         now, main = time.monotonic(), self._app.main
         if self.dirty or not is_steady:
             self._news_at = now
@@ -276,6 +272,6 @@ class Navigator:
         self.open(ENLARGED)
 
     def refocus(self, chart: Chart) -> None:
-        """Give the focus back to the chart that was enlarged, if `chart` showed it."""
+        """Give the focus back to the chart that `chart` enlarged, if any."""
         if self._enlarged and any(node.id == f"view-{ENLARGED}" for node in chart.ancestors):
             self._enlarged.focus()

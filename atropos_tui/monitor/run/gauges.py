@@ -1,7 +1,4 @@
-"""Use of machine, components and engines, from the supervisor's gauges.
-
-`GaugeHistory` turns counters into rates; `split_*` divide a resource by component.
-"""
+"""Use of machine, components and engines, from the supervisor's gauges."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ class GaugeHistory:
         return self.samples[-1] if self.samples else None
 
     def add(self, sample: GaugesRecord) -> None:
-        """Add a record. One older than the last clears the history: the clock was set back."""
+        """Add a record. An older one clears the history: the clock was set back."""
         last = self.last
         if last and sample.time < last.time:
             self.samples.clear()
@@ -138,12 +135,8 @@ def split_gpu(
     planned: Mapping[str, Sequence[int]],
     trainer_bytes: float | None,
 ) -> Split:
-    """Divide the memory of one GPU by component.
-
-    Args:
-        planned: GPUs of each component in the plan.
-        trainer_bytes: memory reserved by torch in the trainer process.
-    """
+    """Divide the memory of one GPU by component; `trainer_bytes`: reserved by torch in the
+    trainer."""
     held = ((row.name, gpu.held_bytes.get(row.name)) for row in rows)
     parts = [Share(name, float(amount)) for name, amount in held if amount]
     rest = max(0.0, gpu.used_bytes - sum(part.amount for part in parts))
@@ -185,7 +178,7 @@ def _rest(label: str, amount: float) -> list[Share]:
 
 
 def cells(split: Split, width: int) -> list[int]:
-    """Return the cells of each part: at most `width` in all, at least one for each part above 0."""
+    """Return the cells of each part: in all at most `width`, at least one above 0."""
     if split.total <= 0 or width <= 0:
         return [0] * len(split.parts)
     edges, sum_so_far, taken = [], 0.0, 0

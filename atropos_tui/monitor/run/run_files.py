@@ -1,7 +1,6 @@
-"""Read the files of a run: its description, its status or result, and its records as one feed.
+"""Read the files of a run: description, status or result, and records as one feed.
 
-Every file may be missing, incomplete or of another version: what cannot be read is left out.
-Reading takes time: call `RunFeed.read` outside the event loop.
+Every file may be missing, cut or of another version: what cannot be read is left out.
 """
 
 from __future__ import annotations
@@ -199,7 +198,7 @@ def moment(value: object) -> float | None:
 
 
 def flag(command: list[Any], name: str) -> str:
-    """Return the value of a flag (`--a b` or `--a=b`); empty if it is not set."""
+    """Return the value of a flag (`--a b` or `--a=b`), if set."""
     for at, part in enumerate(command):
         if part == name and at + 1 < len(command):
             return str(command[at + 1])
@@ -406,8 +405,7 @@ class RunFeed:
         return RecordBatch(records, any(tail.behind for tail in self._tails.values()), False)
 
     def newest(self) -> list[Record]:
-        """Return the newest records, if a stream takes a while to read: the state without the
-        history."""
+        """Return the newest records of a run with a long stream: its state without its history."""
         paths = streams(self.run)
         if max(map(size_of, paths)) <= LONG_BYTES:
             return []
@@ -415,7 +413,7 @@ class RunFeed:
         return [record for tail in tails for record in tail.read()]
 
     def catch_up(self, state: RunState) -> RunState:
-        """Apply everything in the files to `state`; return a new state if files were replaced."""
+        """Apply everything in the files; return a new state if files were replaced."""
         while True:
             batch = self.read()
             if batch.from_start:

@@ -1,7 +1,6 @@
-"""A metric over optimizer steps in bounded memory (`Series`), and thinned for drawing (`thin`).
+"""A metric over optimizer steps in bounded memory (`Series`), and thinned for drawing.
 
-The newest and the first points are kept. Points between them are merged: one point stands for 2, 4,
-8 ... steps, with their mean, lowest and highest value.
+Old points are merged: one stands for 2, 4, 8 ... steps, with their mean, lowest and highest value.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ ROOM = MOST_POINTS // 4
 
 
 class Series:
-    """Values by step, ascending. NaN and infinities are stored; a missing value has no point.
+    """Values by step, ascending; non-finite ones are stored.
 
-    Each of the oldest `len(counts)` points may stand for several steps: `values` has their mean,
-    `steps` and `times` those of the first.
+    Each of the oldest `len(counts)` points stands for steps: `values` has their mean, `steps` and
+    `times` the first.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class Series:
         return max([*self.highs, *self.values[len(self.counts) :]], default=None)
 
     def put(self, step: int, value: float, time: float = 0.0) -> None:
-        """Add the point of `step`, or replace it. A value for merged steps is dropped."""
+        """Add or replace the point of `step`, unless it is merged."""
         steps = self.steps
         if type(value) is not float:
             value = real(value)
@@ -109,7 +108,7 @@ class Series:
             self._merge_old()
 
     def cut(self, step: int) -> None:
-        """Drop every point from `step` on, and one with steps on both sides of it."""
+        """Drop the points from `step` on, and one with steps before and after it."""
         at = bisect_left(self.steps, step)
         before = at - 1
         if 0 <= before < len(self.counts) and self.counts[before] > 1:
@@ -159,8 +158,7 @@ class Series:
         return list(self.values[-count:]) if count > 0 else []
 
     def extremes(self) -> Series:
-        """Return the series for drawing: a merged point becomes its lowest and highest value, or
-        its mean and a gap if a value was not finite."""
+        """Return the series for drawing: a merged point becomes its lowest and highest value."""
         merged = len(self.counts)
         if not merged:
             return self
@@ -238,7 +236,7 @@ def mean(values: Sequence[float]) -> float | None:
 
 
 def thin(series: Series, most: int) -> Series:
-    """Return about `most` points: first, last, and the extremes of each slice in their order."""
+    """Return about `most` points: first, last, and the extremes of each slice."""
     is_merged, series = series.is_merged, series.extremes()
     if len(series) <= most:
         return series

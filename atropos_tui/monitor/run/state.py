@@ -1,7 +1,6 @@
 """State of a run from its records: `RunState.apply(record)`. Lists of texts are bounded.
 
-After a crash the trainer returns to its checkpoint, so a later attempt replaces the later steps of
-earlier ones.
+After a crash, a later attempt replaces the later steps of earlier ones.
 """
 
 from __future__ import annotations
@@ -159,8 +158,7 @@ class RunState:
             self.unknown += 1
 
     def metric(self, name: str) -> Series:
-        """Return a curve of the trainer, of an environment, or of an accuracy; empty without
-        data."""
+        """Return a curve by its name; empty without data."""
         tables = (self.series, self.env_metrics, self.evals)
         return next((found for table in tables if (found := table.get(name))), Series())
 

@@ -26,7 +26,7 @@ PLAIN = "not a regular expression, searched as plain text"
 
 
 class SearchBar(Horizontal):
-    """Input line of a search or filter. It takes effect at once; Enter keeps it, Esc drops it."""
+    """Line of a search or filter: Enter keeps it, Esc drops it."""
 
     DEFAULT_CSS = """
     SearchBar {
@@ -64,8 +64,8 @@ class SearchBar(Horizontal):
 
         Args:
             apply: called at every change.
-            done: called when the line closes; returns the focus.
-            accept: called after Enter, unless the line is empty.
+            done: returns the focus at the end.
+            accept: called after Enter.
         """
         self._apply, self._done, self._accept = apply, done, accept
         self.query_one("#search-what", Label).update(what)
@@ -213,7 +213,7 @@ class ViewsLine(TextPanel):
     """
 
     def __init__(self, titles: Mapping[str, tuple[str, str]]) -> None:
-        """Args: `titles`: long and short title by view, in the order of the keys."""
+        """Args: `titles`: long and short title by view."""
         super().__init__(id="views")
         self._titles = titles
         self._here = next(iter(titles))

@@ -1,4 +1,4 @@
-"""Benchmark panels: time per part of a step, throughput, memory, lag; and the summary table."""
+"""Benchmark, alignment and summary panels."""
 
 from __future__ import annotations
 

@@ -274,7 +274,7 @@ class Components(DataTable[Text], Panel):
 
 
 def last_word(row: ComponentStatus) -> str:
-    """Return what matters now: a diagnosis, what it waits for, or the reason of its state."""
+    """Return what matters now: a diagnosis, a wait, or a reason."""
     if row.state in (State.HEALTHY, State.COMPLETED):
         return ""
     if row.diagnosis:

@@ -1,7 +1,4 @@
-"""Charts: curves over optimizer steps, tokens or minutes, with axes and healthy ranges.
-
-All charts share one `Lens`, so a key moves the cursor or the window of all.
-"""
+"""Charts: curves with axes and healthy ranges, which share one `Lens`."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ LEGEND_LINES = 8
 
 @dataclass(frozen=True)
 class Trace:
-    """One curve of a chart: raw points, moving average, or the range of several runs."""
+    """One curve of a chart, of this run or of several."""
 
     label: str
     colour: str
@@ -87,7 +84,7 @@ class Trace:
 
 
 class Chart(Panel, can_focus=True):
-    """Curves with axes; the title has the newest values, or those under the cursor."""
+    """Curves with axes; the title has the values under the cursor."""
 
     DEFAULT_CSS = """
     Chart {
@@ -401,7 +398,7 @@ class Chart(Panel, can_focus=True):
             self.post_message(self.Turned())
 
     def action_cursor(self, by: int) -> None:
-        """Move the cursor by points; without one, start at the last point in view."""
+        """Move the cursor by points."""
         lines = (trace.places for trace in self._traces if len(trace.places) and not trace.scatter)
         # A set, because a point of merged steps is drawn twice, at its lowest and highest.
         places = sorted(set(next(lines, ())))
@@ -438,7 +435,7 @@ class Chart(Panel, can_focus=True):
         self._change_lens(first=first, last=first + width, newest=None)
 
     def action_window(self) -> None:
-        """Show the next number of newest steps; on other axes, the equal share of the axis."""
+        """Show the next number of newest steps."""
         if self.view is None:
             return
         lens, steps = self.view.lens, max(self.view.state.step, 1)

@@ -1,4 +1,4 @@
-"""Details of one thing: the component under the cursor, or the step under the charts' cursor."""
+"""Details of one component, or of one step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines at the top: identity, state and progress of the run, its verdict, and notices."""
+"""Lines at the top: identity, progress, verdict, notices."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class Notices(TextPanel):
 
 
 def in_two(words: str, end: str, width: int, style: Style) -> list[Text]:
-    """Wrap `words` into at most two lines and cut the rest; `end` is never cut."""
+    """Wrap `words` into at most two lines; `end` is never cut."""
     first, rest = words, ""
     if len(words) + len(end) > width > 0:
         first, rest = words[:width], words[width:]

@@ -36,7 +36,7 @@ class Entry:
 
 
 def legend_line(entries: Sequence[Entry], width: int) -> Text:
-    """Return all entries in one line, with the longest names that fit in `width`."""
+    """Return one line with the longest names that fit."""
     # Shorten all names together, so that the entries stay comparable.
     for level in range(max((len(entry.texts) for entry in entries), default=0)):
         words = [entry.texts[min(level, len(entry.texts) - 1)] for entry in entries]

@@ -1,4 +1,4 @@
-"""Log of one component, or of all merged: a window over a bounded buffer."""
+"""Log of one component, or of all merged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LEVEL_WORDS["most"] = "health polls hidden"
 
 
 class LogView(ScrollView, Guarded, can_focus=True):
-    """Lines of the followed log. It follows the end until the user scrolls away."""
+    """Lines of the followed log, up to its end unless the user scrolls away."""
 
     DEFAULT_CLASSES = "panel"
     DEFAULT_CSS = """
@@ -275,7 +275,7 @@ class LogView(ScrollView, Guarded, can_focus=True):
             self._find(self.pattern, -1 if self.following else 1, "no match")
 
     def drop(self) -> bool:
-        """Remove the filter, else the search, else the mark; return False if there was none."""
+        """Remove filter, search or mark; return False if there was none."""
         if self._filter is not None:
             # `narrow` removes the mark; keep the marked line in view among all lines.
             marked = self._marked
@@ -323,8 +323,7 @@ class LogView(ScrollView, Guarded, can_focus=True):
         self.refresh()
 
     def go_to(self, time: float) -> bool:
-        """Jump to the last line at or before `time` (Unix seconds); False if the buffer starts
-        later."""
+        """Jump to the last line at or before `time` (Unix seconds), if it is kept."""
         # 1 ms of tolerance for rounded times; entries without a time have 0.
         numbers = [number for number, at in self.buffer.times() if 0 < at <= time + 1e-3]
         if not numbers:

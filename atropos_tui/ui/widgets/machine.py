@@ -1,4 +1,4 @@
-"""Machine panel: GPUs, or memory and CPU of the host, by component; and the nodes of the stack."""
+"""Machine panel: GPUs or host, by component; and the nodes of the stack."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _of(used: float, total: float) -> str:
 
 
 class MachinePanel(TextPanel):
-    """One group of lines per GPU, or for the host; the height decides how many."""
+    """One group of lines per GPU, or for the host."""
 
     SCOPED_CSS = False
     DEFAULT_CSS = """

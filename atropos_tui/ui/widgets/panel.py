@@ -1,7 +1,4 @@
-"""Base classes of panels, which draw a `View` and keep their errors to themselves.
-
-A panel has two places: its file here, with its CSS, and one row of `ui.views.VIEWS`.
-"""
+"""Base classes of panels: they draw a `View` and keep their errors to themselves."""
 
 from __future__ import annotations
 
@@ -54,10 +51,7 @@ def hidden(keys: str, action: str, name: str, tip: str = "") -> Binding:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """The run as the screen knows it.
-
-    `state` is shared and grows; cached values (`ruler`, `marks`) copy what they need.
-    """
+    """The run as the screen knows it. `state` grows; cached values copy what they need."""
 
     info: RunInfo
     state: RunState
@@ -89,7 +83,7 @@ class View:
 
     @property
     def is_live(self) -> bool:
-        """True while the newest step is known but the history is still being read."""
+        """True while only the history is still being read."""
         ended = self.status is None or self.status.phase is Phase.ENDED
         return not ended and not self.gone and self.state.step > self.read_to
 
@@ -137,14 +131,14 @@ class View:
 
 
 class Guarded(Widget):
-    """Widget that shows its own error in one line, while the rest of the screen goes on."""
+    """Widget that shows its own error in one line."""
 
     failure: str = ""
     """Reason why it cannot be drawn."""
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Turn an error of the block into `failure`; the traceback goes to a file."""
+        """Turn an error of the block into `failure`."""
         try:
             yield
         except Exception as error:
@@ -199,7 +193,7 @@ class Panel(Guarded):
 
     DEFAULT_CLASSES = "panel"
     hides_itself: ClassVar[bool] = False
-    """The panel sets its own `display`, so it gets every view even while hidden."""
+    """It sets its own `display`, so it gets every view."""
     follows_records: bool = False
     """Only records change the panel, so it is drawn less often."""
     _title_words: Content | None = None
@@ -265,7 +259,7 @@ Item = TypeVar("Item")
 
 
 class Listing(ScrollView, Panel, Generic[Item], can_focus=True):
-    """Items from top to bottom. The cursor stays on its item when new ones arrive."""
+    """Items from top to bottom. The cursor stays on its item."""
 
     DEFAULT_CSS = """
     Listing {

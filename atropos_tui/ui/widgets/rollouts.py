@@ -56,8 +56,7 @@ class RolloutRow:
 
 
 class Rollouts(Listing[RolloutRow]):
-    """One line per completion; a group's first one also has the question and the group's
-    rewards."""
+    """One line per completion; the first of a group has its question and rewards."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         hidden("enter", "choose", "Open", "Rollouts: open the completion under the cursor"),
@@ -123,8 +122,7 @@ class Rollouts(Listing[RolloutRow]):
         self.cursor = 0
 
     def drop(self) -> bool:
-        """Remove the search, else the restriction, else the comparison; return False if there
-        was none."""
+        """Remove search, restriction or comparison; return False if there was none."""
         if self._pattern is not None:
             self.search(None)
         elif self._only != "all":
@@ -181,7 +179,7 @@ class Rollouts(Listing[RolloutRow]):
         self.point()
 
     def go_to(self, step: int) -> None:
-        """Put the cursor on the first completion of `step`, else of an earlier step."""
+        """Put the cursor on the first completion of `step`, or before."""
         earlier = (at for at, item in enumerate(self.items) if item.rollout.step <= step)
         self.cursor = next(earlier, self.cursor)
 
