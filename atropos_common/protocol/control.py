@@ -115,6 +115,10 @@ class GpuStatus(Message):
         return f"{self.node}:{self.index}" if self.node else str(self.index)
 
 
+# `waiting_for` of a component that has started and has not passed its check.
+HEALTH_CHECK = "its health check"
+
+
 class ComponentStatus(Message):
     """One row of `ps`. Times are Unix seconds, memory is bytes, None where there is no value."""
 

@@ -290,7 +290,7 @@ def axis_end(newest: float, planned: float) -> float:
 
 
 @dataclass
-class Looking:
+class SharedLens:
     """Holder of the shared lens."""
 
     lens: Lens

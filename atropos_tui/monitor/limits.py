@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from atropos_common.protocol.control import Role, RunStatus
-from atropos_common.protocol.records import EnvFlow
+from atropos_common.protocol.control import ComponentStatus, Role, RunStatus
+from atropos_common.protocol.records import DiagnosisRecord, EnvFlow
+from atropos_tui.diagnoses import severity_of
 from atropos_tui.diagnoses.flow_rules import BOTH_WAIT, MUCH_FLAT
 from atropos_tui.monitor.bench import pace
 from atropos_tui.monitor.format import number
 from atropos_tui.monitor.run.run_files import RunInfo, flag
 from atropos_tui.monitor.run.state import RunState
+from atropos_tui.monitor.why import open_diagnoses
 
 # Share of the time without a batch above which the trainer is not the limit.
 WAITS = 0.5
@@ -87,8 +89,14 @@ class Run:
     state: RunState
     now: float
 
-    def names(self, role: Role) -> list[str]:
-        return [row.name for row in self.status.components if row.role is role]
+    @property
+    def standing(self) -> list[DiagnosisRecord]:
+        """Open diagnoses except advice, gravest first."""
+        found = open_diagnoses(self.state, self.status)
+        return [each for each in found if severity_of(each) != "advice"]
+
+    def of(self, role: Role) -> list[ComponentStatus]:
+        return [row for row in self.status.components if row.role is role]
 
     def option(self, role: Role, name: str) -> str:
         """Return a flag of the first component of `role` that sets it."""
@@ -222,7 +230,7 @@ def _more_work(run: Run, flow: EnvFlow | None, binding: Bound, *, own_work: bool
 
 
 def _by_engine(run: Run, found: Rates) -> Limit:
-    names = [found.flow.engine] if found.flow else run.names(Role.ENGINE)
+    names = [found.flow.engine] if found.flow else [row.name for row in run.of(Role.ENGINE)]
     full, do = "", ["shorter env.max_token_length"]
     if run.has_gpus:
         do.append(MORE_ENGINE.get(run.status.mode, "more engines"))

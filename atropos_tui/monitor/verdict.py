@@ -17,7 +17,7 @@ from atropos_tui.monitor.limits import STEPS, WAITS, Run, limit, rates
 from atropos_tui.monitor.run.run_files import RunInfo, start_seconds
 from atropos_tui.monitor.run.series import mean
 from atropos_tui.monitor.run.state import RunState
-from atropos_tui.monitor.why import doing, next_stage, open_diagnoses, overdue
+from atropos_tui.monitor.why import doing, next_stage, overdue
 
 Severity = Literal["alarm", "warning", "advice", "healthy", "coming", "over"]
 
@@ -68,27 +68,15 @@ class Verdict:
 
 def verdict(status: RunStatus, info: RunInfo, state: RunState, now: float) -> Verdict:
     """Return the sentence about a run at `now` (Unix seconds)."""
-    known = Known(status, info, state, now)
-    return next(found for check in CHECKS if (found := check(known)) is not None)
-
-
-@dataclass(frozen=True)
-class Known(Run):
-    @property
-    def standing(self) -> list[DiagnosisRecord]:
-        """Open diagnoses except advice, gravest first."""
-        found = open_diagnoses(self.state, self.status)
-        return [each for each in found if severity_of(each) != "advice"]
-
-    def of(self, role: Role) -> list[ComponentStatus]:
-        return [row for row in self.status.components if row.role is role]
+    run = Run(status, info, state, now)
+    return next(found for check in CHECKS if (found := check(run)) is not None)
 
 
 # The end.
 
 
-def _over(known: Known) -> Verdict | None:
-    status = known.status
+def _over(run: Run) -> Verdict | None:
+    status = run.status
     if status.phase is Phase.STOPPING:
         left = ", ".join(row.name for row in status.components if not row.state.is_resting)
         reason = one_line(status.reason)
@@ -96,20 +84,20 @@ def _over(known: Known) -> Verdict | None:
     if status.phase is not Phase.ENDED:
         return None
     if status.exit_code == 0:
-        return Verdict("over", f"done: {_achieved(known)}")
+        return Verdict("over", f"done: {_achieved(run)}")
     failed = [row.name for row in status.components if row.state is State.FAILED]
-    wrong = min(known.standing, key=lambda found: found.component not in failed, default=None)
+    wrong = min(run.standing, key=lambda found: found.component not in failed, default=None)
     # The reason of the end already names the diagnosis of a failed component.
     also = f"; {one_line(wrong.title)}" if wrong and wrong.component not in failed else ""
     do = _first_words(wrong.fix) if wrong else ""
     if status.exit_code == 130:
-        return Verdict("over", f"stopped by hand: {_achieved(known)}{also}", do)
+        return Verdict("over", f"stopped by hand: {_achieved(run)}{also}", do)
     end = "crashed" if status.exit_code is None else f"failed with code {status.exit_code}"
     return Verdict("alarm", f"{end}: {one_line(status.reason)}{also}", do, wrong)
 
 
-def _achieved(known: Known) -> str:
-    state = known.state
+def _achieved(run: Run) -> str:
+    state = run.state
     words = [counted(state.step, "step")]
     if (rewards := state.metric("reward_mean").values) and state.step > 1:
         first, last = number(mean(rewards[:STEPS]), 2), number(mean(rewards[-STEPS:]), 2)
@@ -126,12 +114,12 @@ def _achieved(known: Known) -> str:
 # What is broken, and what stands still.
 
 
-def _ill(known: Known) -> Verdict | None:
-    again = restart(known)
+def _ill(run: Run) -> Verdict | None:
+    again = restart(run)
     back = {each.row.name for each in again.outages} if again else set()
     rows = [
         row
-        for row in known.status.components
+        for row in run.status.components
         if row.state in (State.FAILED, State.BACKOFF, State.UNHEALTHY)
         and row.name not in back
         # A component that became unhealthy after the restart began only waits for the others.
@@ -141,9 +129,9 @@ def _ill(known: Known) -> Verdict | None:
         return None
     # Gravest first: a failed component never comes back by itself.
     row = min(rows, key=lambda row: (State.FAILED, State.BACKOFF, State.UNHEALTHY).index(row.state))
-    found = next((each for each in known.standing if each.component == row.name), None)
-    what = f"{row.name} {_down(row, known.now)}"
-    alike = known.of(row.role)
+    found = next((each for each in run.standing if each.component == row.name), None)
+    what = f"{row.name} {_down(row, run.now)}"
+    alike = run.of(row.role)
     if len(alike) > 1:
         up = sum(each.state is State.HEALTHY for each in alike)
         what += f", {up} of {len(alike)} {_NAMES.get(row.role, 'component')}s are left"
@@ -162,8 +150,8 @@ def _down(row: ComponentStatus, now: float) -> str:
     return "has failed for good" if row.state is State.FAILED else "does not answer"
 
 
-def _diagnosed(known: Known) -> Verdict | None:
-    found = next(iter(known.standing), None)
+def _diagnosed(run: Run) -> Verdict | None:
+    found = next(iter(run.standing), None)
     if found is None:
         return None
     title = one_line(found.title)
@@ -178,70 +166,70 @@ def _first_words(fix: str) -> str:
     return first if len(first) <= MOST_WORDS else f"{first[: MOST_WORDS - 1].rsplit(' ', 1)[0]} …"
 
 
-def _stopped(known: Known) -> Verdict | None:
-    names = stopped_by_hand(known)
-    if not names or known.status.phase is Phase.STARTING:
+def _stopped(run: Run) -> Verdict | None:
+    names = stopped_by_hand(run)
+    if not names or run.status.phase is Phase.STARTING:
         return None
-    late = overdue(known.state, known.status, known.now)
+    late = overdue(run.state, run.status, run.now)
     what = f"{', '.join(names)} stopped by hand" + (f": {late}" if late else "")
     return Verdict("warning", what, f"atropos-tui start {names[0]}")
 
 
-def _restarts(known: Known) -> Verdict | None:
-    found = restart(known)
+def _restarts(run: Run) -> Verdict | None:
+    found = restart(run)
     if found is None:
         return None
     do = _first_words(found.cause.fix) if found.cause else ""
-    if not do and found.is_slow(known.now):
+    if not do and found.is_slow(run.now):
         do = f"atropos-tui why {found.outages[0].row.name}"
     is_crash = found.outages[0].command is None
-    return Verdict("warning" if is_crash else "coming", found.words(known.now), do, found.cause)
+    return Verdict("warning" if is_crash else "coming", found.words(run.now), do, found.cause)
 
 
-def _restarts_in_time(known: Known) -> Verdict | None:
-    found = restart(known)
-    return None if found is None or found.is_slow(known.now) else _restarts(known)
+def _restarts_in_time(run: Run) -> Verdict | None:
+    found = restart(run)
+    return None if found is None or found.is_slow(run.now) else _restarts(run)
 
 
-def _resumes(known: Known) -> Verdict | None:
-    words = resuming(known)
+def _resumes(run: Run) -> Verdict | None:
+    words = resuming(run)
     return Verdict("coming", words) if words else None
 
 
-def _late(known: Known) -> Verdict | None:
-    late = overdue(known.state, known.status, known.now)
+def _late(run: Run) -> Verdict | None:
+    late = overdue(run.state, run.status, run.now)
     return Verdict("warning", late, "atropos-tui why") if late else None
 
 
 # What is coming up.
 
 
-def _coming(known: Known) -> Verdict | None:
-    status, state = known.status, known.state
+def _coming(run: Run) -> Verdict | None:
+    status, state = run.status, run.state
     waiting = [row for row in status.components if row.state is State.STARTING]
     if waiting and (not state.step or status.phase is Phase.STARTING):
-        row = min(waiting, key=lambda row: row.since or known.now)
-        return Verdict("coming", starting_words(row, known.info, state, known.now))
+        row = min(waiting, key=lambda row: row.since or run.now)
+        return Verdict("coming", starting_words(row, run.info, state, run.now))
     if state.step:
         return None
     pending = next((row for row in status.components if row.state is State.PENDING), None)
     if pending:
         awaited = one_line(pending.waiting_for) or "its turn"
         return Verdict("coming", f"{pending.name} waits for {awaited}")
-    if known.info.other_trainer:  # it writes no records, so its first step is never seen
-        made = known.state.gauges.last
+    if run.info.other_trainer:  # it writes no records, so its first step is never seen
+        made = run.state.gauges.last
         groups = sum(flow.made or 0 for flow in made.flows.values()) if made else 0
         what = (
-            f"the trainer is {known.info.other_trainer}, which tells no figures: steps, reward, "
+            f"the trainer is {run.info.other_trainer}, which tells no figures: steps, reward, "
             f"loss and alignment are missing; {counted(groups, 'group')} of rollouts"
         )
         return Verdict("healthy", what, "docs/trainers.md says how")
-    trainer = next(iter(known.of(Role.TRAINER)), None)
+    trainer = next(iter(run.of(Role.TRAINER)), None)
     since = max((row.since or 0.0 for row in status.components), default=0.0)
     stage = next_stage(trainer) if trainer else None
     waits = stage is not None and stage.name == "first batch"
     what = "waiting for the first batch" if waits else "the first optimizer step"
-    return Verdict("coming", f"{what} · {duration(known.now - since)}" if since else what)
+    return Verdict("coming", f"{what} · {duration(run.now - since)}" if since else what)
 
 
 def starting_words(row: ComponentStatus, info: RunInfo, state: RunState, now: float) -> str:
@@ -255,8 +243,8 @@ def starting_words(row: ComponentStatus, info: RunInfo, state: RunState, now: fl
 # A run that trains.
 
 
-def _too_old(known: Known) -> Verdict | None:
-    steps = known.state.newest_steps
+def _too_old(run: Run) -> Verdict | None:
+    steps = run.state.newest_steps
     out = sum(step.too_old for step in steps)
     taken = sum(step.sequences for step in steps)
     if not out or out < LEFT_OUT * (out + taken):
@@ -273,14 +261,14 @@ def _too_old(known: Known) -> Verdict | None:
     return Verdict("warning", what, do)
 
 
-def _limited(known: Known) -> Verdict | None:
-    found = limit(known)
+def _limited(run: Run) -> Verdict | None:
+    found = limit(run)
     return Verdict("advice", found.what, found.do) if found else None
 
 
-def _healthy(known: Known) -> Verdict:
-    state, steps = known.state, known.info.training_steps
-    speed, found = pace(state, steps), rates(state, known.now)
+def _healthy(run: Run) -> Verdict:
+    state, steps = run.state, run.info.training_steps
+    speed, found = pace(state, steps), rates(state, run.now)
     words = [f"healthy: step {state.step}" + (f" of {steps}" if steps else "")]
     if speed.eta_s is not None and state.step:
         words.append(f"ETA {duration(speed.eta_s)}")
@@ -291,7 +279,7 @@ def _healthy(known: Known) -> Verdict:
 
 # Failures, then stalls, then starts, then advice. A restart within its usual time comes before the
 # diagnoses, because they are about the outage that it ends.
-CHECKS: tuple[Callable[[Known], Verdict | None], ...] = (
+CHECKS: tuple[Callable[[Run], Verdict | None], ...] = (
     *(_over, _ill, _restarts_in_time, _diagnosed, _restarts, _stopped, _resumes, _late),
     *(_coming, _too_old, _limited, _healthy),
 )

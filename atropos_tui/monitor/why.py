@@ -1,4 +1,4 @@
-"""`Picture`: the text of `why`."""
+"""`Explanation`: the text of `why`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from atropos_common.protocol.control import (
+    HEALTH_CHECK,
     ComponentStatus,
     Phase,
     Role,
@@ -28,7 +29,7 @@ PIDS_SHOWN = 8
 DIAGNOSES_SHOWN = 5
 
 
-class Picture:
+class Explanation:
     """One moment of a run, and its plan."""
 
     def __init__(self, status: RunStatus, info: RunInfo, state: RunState, now: float) -> None:
@@ -265,8 +266,8 @@ def doing(row: ComponentStatus) -> str:
     if stage is not None:
         return _DOES.get(stage.name, f"waits for {one_line(stage.name)}")
     words = one_line(row.waiting_for)
-    known = words and words not in (one_line(row.probe_detail), "its health check")
-    return f"waits for {words}" if known else "is starting"
+    is_check = words in ("", HEALTH_CHECK, one_line(row.probe_detail))
+    return "is starting" if is_check else f"waits for {words}"
 
 
 # Stages whose name does not say what the component does.

@@ -20,7 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from atropos_common.protocol.control import ComponentStatus, Role, StageStatus, State
+from atropos_common.protocol.control import (
+    HEALTH_CHECK,
+    ComponentStatus,
+    Role,
+    StageStatus,
+    State,
+)
 from atropos_common.protocol.records import ProbeRecord, StageRecord, StateRecord
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.diagnoses import (
@@ -383,7 +389,7 @@ class Component:
             return (
                 probe.detail
                 if probe and not probe.ok
-                else "its health check"
+                else HEALTH_CHECK
                 if self.has_gate
                 else "its exit"
             )

@@ -18,7 +18,7 @@ from textual.screen import Screen
 
 from atropos_common.protocol.control import Phase, RunStatus, State
 from atropos_common.protocol.records import CommandRecord, GaugesRecord
-from atropos_tui.monitor.charts import Looking
+from atropos_tui.monitor.charts import SharedLens
 from atropos_tui.monitor.format import clock, one_line
 from atropos_tui.monitor.log_buffer import LogFeed
 from atropos_tui.monitor.overlay import Comparison
@@ -141,7 +141,7 @@ class CockpitApp(CommandApp):
         self.painter = Painter(self, self._view)
         self.views = Navigator(self, self.painter)
         self.chosen = user_files.charts()
-        self.looking = Looking(self.chosen.lens())
+        self.shared = SharedLens(self.chosen.lens())
         self.comparison = Comparison()
         self._log_of_all = False
         self._idle: tuple[str, ...] = ()
@@ -270,7 +270,7 @@ class CockpitApp(CommandApp):
             other=self.comparison.first,
             selected=table.selected.name if table and table.selected else "",
             loaded=self.loaded,
-            looking=self.looking,
+            shared=self.shared,
             runs=self.comparison.runs(self.info, self.state),
         )
 
@@ -418,7 +418,7 @@ class CockpitApp(CommandApp):
     # Charts.
 
     def on_chart_turned(self) -> None:
-        kept = self.chosen.through(self.looking.lens)
+        kept = self.chosen.through(self.shared.lens)
         if kept != self.chosen:
             self.chosen = kept
             user_files.keep(charts=kept)
@@ -483,7 +483,7 @@ class CockpitApp(CommandApp):
         if isinstance(wanted, list):
             self.comparison = await asyncio.to_thread(self.comparison.with_runs, wanted, run)
             # A window or cursor of this run alone may lie outside the new axes.
-            self.looking.lens = self.chosen.lens()
+            self.shared.lens = self.chosen.lens()
             self.painter.draw_now()
 
 

@@ -71,7 +71,7 @@ class Axes:
 
 
 @dataclass(frozen=True)
-class Ink:
+class PlotStyles:
     axis: Style
     grid: Style
     limit: Style
@@ -152,7 +152,7 @@ LOW = 8
 def plot(
     curves: Sequence[Curve],
     axes: Axes,
-    ink: Ink,
+    styles: PlotStyles,
     width: int,
     height: int,
     bands: Sequence[Band] = (),
@@ -185,15 +185,17 @@ def plot(
     _draw_points(canvas, [curve for curve in curves if curve.scatter], scale, axes.first, last)
     marked = [curve for curve in curves if curve.mark and not curve.scatter]
     _mark_lines(canvas, marked, scale, axes.first, last)
-    below = _draw_cursor_and_marks(canvas, axes, last, ink, own_line=rows < height - 1)
+    below = _draw_cursor_and_marks(canvas, axes, last, styles, own_line=rows < height - 1)
     healthy, limits = _healthy_rows(scale, axes.healthy)
     lines = []
     for row in range(rows):
         start = f"{labels.get(row, ''):>{gutter}} {'┤' if row in labels else '│'}"
         blank = "╌" if row in limits else "┈" if row in labels else " "
-        lines.append([Segment(start, ink.axis), *_row(canvas, row, blank, ink, row in healthy)])
-    under = [[Segment(" " * (gutter + 2) + below, ink.mark)]] if below else []
-    return [*lines, *under, _x_axis(axes.first, last, columns, gutter, ink.axis)]
+        lines.append(
+            [Segment(start, styles.axis), *_row(canvas, row, blank, styles, row in healthy)]
+        )
+    under = [[Segment(" " * (gutter + 2) + below, styles.mark)]] if below else []
+    return [*lines, *under, _x_axis(axes.first, last, columns, gutter, styles.axis)]
 
 
 def column_of(place: float, first: float, last: float, columns: int) -> int:
@@ -201,7 +203,7 @@ def column_of(place: float, first: float, last: float, columns: int) -> int:
 
 
 def _draw_cursor_and_marks(
-    canvas: _Canvas, axes: Axes, last: float, ink: Ink, *, own_line: bool
+    canvas: _Canvas, axes: Axes, last: float, styles: PlotStyles, *, own_line: bool
 ) -> str:
     # Returns the line of marks, empty without `own_line`.
     line = [" "] * canvas.width
@@ -210,13 +212,13 @@ def _draw_cursor_and_marks(
         if axes.first <= place <= last:
             column = column_of(place, axes.first, last, canvas.width)
             line[column] = glyph
-            canvas.under[(canvas.height - 1) * canvas.width + column] = (glyph, ink.mark)
+            canvas.under[(canvas.height - 1) * canvas.width + column] = (glyph, styles.mark)
     if own_line:
         canvas.under.clear()
     if axes.cursor is not None and axes.first <= axes.cursor <= last:
         column = column_of(axes.cursor, axes.first, last, canvas.width)
         for row in range(canvas.height):
-            canvas.under[row * canvas.width + column] = ("│", ink.cursor)
+            canvas.under[row * canvas.width + column] = ("│", styles.cursor)
     return "".join(line) if own_line else ""
 
 
@@ -397,14 +399,17 @@ def _mark_lines(
                 canvas.mark(2 * column, scale.y(value), curve.mark, curve.style)
 
 
-def _row(canvas: _Canvas, row: int, blank: str, ink: Ink, is_healthy: bool) -> Line:
+def _row(canvas: _Canvas, row: int, blank: str, styles: PlotStyles, is_healthy: bool) -> Line:
     # `blank` is drawn where no curve is.
-    under, style = ink.healthy if is_healthy else Style(), ink.limit if blank == "╌" else ink.grid
+    under, style = (
+        styles.healthy if is_healthy else Style(),
+        styles.limit if blank == "╌" else styles.grid,
+    )
     line: Line = []
     first, end = row * canvas.width, (row + 1) * canvas.width
     run, run_style, run_ground = "", style, under
     for cell in range(first, end):
-        here, cell_style = _cell(canvas, cell, ink) or (blank, style)
+        here, cell_style = _cell(canvas, cell, styles) or (blank, style)
         ground = canvas.ground.get(cell, under)
         # Merge neighbouring cells of one style: the cost of a line grows with its segments.
         if cell_style is not run_style or ground is not run_ground:
@@ -416,11 +421,11 @@ def _row(canvas: _Canvas, row: int, blank: str, ink: Ink, is_healthy: bool) -> L
     return line
 
 
-def _cell(canvas: _Canvas, cell: int, ink: Ink) -> tuple[str, Style] | None:
+def _cell(canvas: _Canvas, cell: int, styles: PlotStyles) -> tuple[str, Style] | None:
     # Order of layers: marks, curves, then what shows where no curve is.
     if cell in canvas.marks:
         glyph, style = canvas.marks[cell]
-        return glyph, ink.bad if glyph == "×" else style
+        return glyph, styles.bad if glyph == "×" else style
     if cell in canvas.dots:  # U+2800 is the empty Braille cell
         return chr(0x2800 + canvas.dots[cell]), canvas.styles[cell]
     return canvas.under.get(cell)

@@ -18,7 +18,7 @@ from atropos_tui.ui.commands import Outcome
 from atropos_tui.ui.feed import Feed
 from atropos_tui.ui.plot import progress_bar
 from atropos_tui.ui.terminal import Bell, run_app
-from atropos_tui.ui.theme import ink
+from atropos_tui.ui.theme import named_style
 from atropos_tui.ui.widgets.curves import Chart
 from atropos_tui.ui.widgets.log_view import LogView
 
@@ -68,10 +68,12 @@ class ReplayBar(Widget):
     def render(self) -> RenderResult:
         clock, width = self._clock, self.content_size.width
         now = self._shown = clock.now()
-        whole, quiet = clock.last - clock.first, ink(self.app, "dim")
+        whole, quiet = clock.last - clock.first, named_style(self.app, "dim")
         word = "■ at its end" if clock.at_end else f"▶ {clock.speed:g}×"
         word = "▮▮ paused" if clock.paused else word
-        left = Text.assemble((" REPLAY ", ink(self.app, "replay")), f" {word}  ", no_wrap=True)
+        left = Text.assemble(
+            (" REPLAY ", named_style(self.app, "replay")), f" {word}  ", no_wrap=True
+        )
         left.append(time_of_day(now))
         left.append(f"  {duration(now - clock.first)} of {duration(whole)} ", quiet)
         # The key help is the first part to go on a narrow screen.
@@ -81,7 +83,9 @@ class ReplayBar(Widget):
             left.truncate(width)
             return left
         share = (now - clock.first) / whole if whole > 0 else 1.0
-        bar = progress_bar(share, room, ink(self.app, "accent"), ink(self.app, "track"))
+        bar = progress_bar(
+            share, room, named_style(self.app, "accent"), named_style(self.app, "track")
+        )
         return left.append_text(bar).append_text(keys)
 
 

@@ -137,7 +137,7 @@ def first_theme(
 
 # Styles that panels draw with, as one table: CSS component classes would be matched against every
 # node of each panel.
-INKS = {
+STYLES = {
     "good": "$success",
     "busy": "$primary",
     "warn": "$warning",
@@ -172,17 +172,17 @@ INKS = {
     "name of a log": "$log-name",
 }
 
-# Parsed `INKS` by name of the theme.
+# Parsed `STYLES` by name of the theme.
 _made: dict[str, dict[str, Style]] = {}
 
 
-def ink(app: App[Any], name: str) -> Style:
-    """Return the style `name` of `INKS` in the current theme."""
+def named_style(app: App[Any], name: str) -> Style:
+    """Return the style `name` of `STYLES` in the current theme."""
     if (styles := _made.get(app.theme)) is None:
         variables = theme_colours(app.current_theme) | app.get_css_variables()
         # `textual.style.Style.parse` reads the stylesheet, which may still hold the old theme's
         # colours.
-        parsed = {name: parse_style(words, variables) for name, words in INKS.items()}
+        parsed = {name: parse_style(words, variables) for name, words in STYLES.items()}
         styles = _made[app.theme] = {name: style.rich_style for name, style in parsed.items()}
     return styles[name]
 

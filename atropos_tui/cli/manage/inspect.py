@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from atropos_tui.monitor.run.state import RunState
     from atropos_tui.monitor.run_list import RunRow
     from atropos_tui.monitor.verdict import Verdict
-    from atropos_tui.monitor.why import Picture
+    from atropos_tui.monitor.why import Explanation
 
 RUNS_SHOWN = 20
 LOOK_S = 1.0
@@ -121,8 +121,8 @@ async def ps(options: argparse.Namespace) -> int:
     if options.follow:
         await follow(entry)
         return Exit.DONE
-    picture, said = await _picture(entry, [])
-    print(show.painted(show.ps_table(picture.status, show.inked(said.line, said.tone))))
+    explained, said = await _explained(entry, [])
+    print(show.painted(show.ps_table(explained.status, show.inked(said.line, said.tone))))
     return Exit.DONE
 
 
@@ -195,13 +195,15 @@ async def why(options: argparse.Namespace) -> int:
     if options.json:
         print((await why_answer(entry, names)).as_json())
         return Exit.DONE
-    picture, said = await _picture(entry, names)
+    explained, said = await _explained(entry, names)
     # Lines are wrapped on a terminal only; a pipe or file gets whole sentences.
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     if not names:
         print(show.inked(said.line, said.tone) + "\n")
     chosen: list[str | None] = [*names] or [None]
-    print(show.painted("\n".join(line for name in chosen for line in picture.lines(name, columns))))
+    print(
+        show.painted("\n".join(line for name in chosen for line in explained.lines(name, columns)))
+    )
     return Exit.DONE
 
 
@@ -213,19 +215,19 @@ async def why_answer(entry: runs.RunEntry, names: list[str]) -> Why:
     """
     from atropos_tui.cli.answers import ComponentWhy, Why
 
-    picture, said = await _picture(entry, names)
-    status, state = picture.status, picture.state
+    explained, said = await _explained(entry, names)
+    status, state = explained.status, explained.state
     return Why(
         run_id=status.run_id,
         phase=status.phase,
         exit_code=status.exit_code,
         sentence=said.line,
-        headline=picture.lines()[0],
+        headline=explained.lines()[0],
         components=[
             ComponentWhy(
-                name=name, state=picture.rows[name].state, says=_ideas(picture.lines(name))
+                name=name, state=explained.rows[name].state, says=_ideas(explained.lines(name))
             )
-            for name in names or picture.rows
+            for name in names or explained.rows
         ],
         diagnoses=_diagnoses(state, status),
     )
@@ -250,7 +252,7 @@ def _ideas(paragraph: list[str]) -> list[str]:
     return [text for line in ["  ".join(first.split("  ")[2:]), *rest] if (text := line.strip())]
 
 
-async def _picture(entry: runs.RunEntry, names: list[str]) -> tuple[Picture, Verdict]:
+async def _explained(entry: runs.RunEntry, names: list[str]) -> tuple[Explanation, Verdict]:
     """Present state of a run, and the verdict on it.
 
     Raises:
@@ -258,7 +260,7 @@ async def _picture(entry: runs.RunEntry, names: list[str]) -> tuple[Picture, Ver
     """
     from atropos_tui.monitor.run.run_files import load_run
     from atropos_tui.monitor.verdict import verdict
-    from atropos_tui.monitor.why import Picture
+    from atropos_tui.monitor.why import Explanation
 
     info, state, _ = load_run(entry.dir.root)
     try:
@@ -266,10 +268,10 @@ async def _picture(entry: runs.RunEntry, names: list[str]) -> tuple[Picture, Ver
     except NoSupervisor:
         status = await asyncio.to_thread(status_without_socket, entry, info, state)
     now = time.time()
-    picture = Picture(status, info, state, now)
-    if unknown := [name for name in names if name not in picture.rows]:
-        raise _no_component(unknown[0], list(picture.rows))
-    return picture, verdict(status, info, state, now)
+    explained = Explanation(status, info, state, now)
+    if unknown := [name for name in names if name not in explained.rows]:
+        raise _no_component(unknown[0], list(explained.rows))
+    return explained, verdict(status, info, state, now)
 
 
 def _no_component(name: str, known: list[str]) -> UserError:

@@ -41,7 +41,7 @@ _ROLLOUT = b'"kind":"rollout"'
 # The end of a longer stream is shown while the rest is read.
 LONG_BYTES = 4 * CHUNK_BYTES
 # Newest neighbouring runs among which one of the same name is searched for.
-LOOKED_AT = 20
+NEIGHBOURS = 20
 E = TypeVar("E", bound=StrEnum)
 
 
@@ -120,7 +120,7 @@ def start_seconds(transitions: Iterable[StateRecord]) -> dict[str, float]:
 def last_starts(run: RunDir, name: str) -> dict[str, float]:
     """Return `start_seconds` of the newest run of this name beside `run`."""
     # A folder's modification time is close to its run's start or end: good enough to order runs.
-    for root in sorted(within(run.root.parent), key=changed_at, reverse=True)[:LOOKED_AT]:
+    for root in sorted(within(run.root.parent), key=changed_at, reverse=True)[:NEIGHBOURS]:
         other = RunDir(root)
         if root.name != run.root.name and read_json(other.plan_json).get("name") == name:
             records = RecordTail(other.supervisor_jsonl).read()

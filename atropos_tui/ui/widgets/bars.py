@@ -163,8 +163,8 @@ class CommandBar(TextPanel):
     def _line(self, view: View, command: CommandRecord) -> Text:
         by = "" if command.initiator == "user" else f" (by the {command.initiator})"
         words = f"◔ {command.action} {command.component or 'the stack'}{by}"
-        line = Text(words, self.ink("busy"), no_wrap=True)
-        line.append(f"  {duration(view.now - self._since[command.command_id])}", self.ink("dim"))
+        line = Text(words, self.style("busy"), no_wrap=True)
+        line.append(f"  {duration(view.now - self._since[command.command_id])}", self.style("dim"))
         recipe = self._recipes.get(command.command_id)
         rows = {row.name: row for row in view.status.components} if view.status else {}
         # The recipe is known only for commands of this screen.
@@ -172,9 +172,9 @@ class CommandBar(TextPanel):
         for name in names:
             if name in rows:
                 words, tone = state_text(rows[name].state)
-                line.append(f"   {name} ", self.ink("dim")).append(words, self.ink(tone))
+                line.append(f"   {name} ", self.style("dim")).append(words, self.style(tone))
         if command.detail:
-            line.append(f"   {one_line(command.detail)}", self.ink("dim"))
+            line.append(f"   {one_line(command.detail)}", self.style("dim"))
         return line
 
 
@@ -241,10 +241,10 @@ class ViewsLine(TextPanel):
         self._ends.clear()
         for key, (name, titles) in enumerate(self._titles.items(), 1):
             is_here = name == self._here
-            line.append(f"{key % 10} ", self.ink("here" if is_here else "busy"))
-            line.append(titles[which], self.ink("here" if is_here else "dim"))
+            line.append(f"{key % 10} ", self.style("here" if is_here else "busy"))
+            line.append(titles[which], self.style("here" if is_here else "dim"))
             if name == "events" and open_ones:
-                line.append(f" ▲{open_ones}", self.ink("warn"))
+                line.append(f" ▲{open_ones}", self.style("warn"))
             line.append(" " if which else "  ")
             self._ends[name] = line.cell_len
         line.right_crop(1 if which else 2)

@@ -56,7 +56,7 @@ class AlignmentPanel(TextPanel):
         if (found := view.state.alignment) is None:
             return []
         words, tone = verdict_text(found)
-        head = Text(words, self.ink(tone), no_wrap=True, end="")
+        head = Text(words, self.style(tone), no_wrap=True, end="")
         head.append_text(self._age(view, found))
         # What to do comes before the numbers: a low panel cuts the end.
         lines = [head]
@@ -83,14 +83,14 @@ class AlignmentPanel(TextPanel):
         # The age means nothing in a finished run, or when a clock is behind.
         over = bool(view.gone) or view.state.benchmark is not None
         if over or age < 0:
-            return Text(f"  step {found.step}", self.ink("dim"))
+            return Text(f"  step {found.step}", self.style("dim"))
         if silent is not None:
-            return Text(f"  trainer silent for {duration(silent)}", self.ink("warn"))
-        return Text(f"  {duration(age)} ago", self.ink("dim"))
+            return Text(f"  trainer silent for {duration(silent)}", self.style("warn"))
+        return Text(f"  {duration(age)} ago", self.style("dim"))
 
     def _pair(self, label: str, first: str, second: str) -> Text:
         line = self.labelled(label, _LABEL - 2)  # narrower, for two columns of values
-        quiet = self.ink("dim") if not label else None
+        quiet = self.style("dim") if not label else None
         return line.append(f"{first:>{_VALUE}}", quiet).append(f"  {second:>{_VALUE}}", quiet)
 
     def _wrapped(self, label: str, words: str, width: int) -> list[Text]:
@@ -100,7 +100,7 @@ class AlignmentPanel(TextPanel):
         parts = Text(one_line(words)).wrap(self.app.console, room)[:3]
         heads = [f"{label:<7}", *[" " * 7] * (len(parts) - 1)]
         return [
-            Text.assemble((head, self.ink("dim")), part, end="", no_wrap=True)
+            Text.assemble((head, self.style("dim")), part, end="", no_wrap=True)
             for head, part in zip(heads, parts, strict=True)
         ]
 
@@ -140,8 +140,8 @@ class Benchmark(TextPanel):
 
     def _line(self, label: str, value: str, rest: Text | str = "", tone: str = "") -> Text:
         line = self.labelled(label, _LABEL)
-        line.append(f"{value:>{_VALUE}}", self.ink(tone) if tone else None)
-        words = rest if isinstance(rest, Text) else Text(rest, self.ink("dim"))
+        line.append(f"{value:>{_VALUE}}", self.style(tone) if tone else None)
+        words = rest if isinstance(rest, Text) else Text(rest, self.style("dim"))
         return line.append("  ").append_text(words)
 
     def _split(self, speed: Pace, width: int) -> list[Text]:
@@ -153,8 +153,8 @@ class Benchmark(TextPanel):
             share = ratio(value, speed.step_s)
             if share is not None:
                 share = min(1.0, share)
-                bar = progress_bar(share, room, self.ink("busy"), self.ink("track"))
-                bar.append(f" {share:4.0%}", self.ink("dim"))
+                bar = progress_bar(share, room, self.style("busy"), self.style("track"))
+                bar.append(f" {share:4.0%}", self.style("dim"))
             lines.append(self._line(f"  {name}", seconds_text(value), bar))
         return lines
 

@@ -18,7 +18,7 @@ from textual.widgets import DataTable
 from atropos_common.protocol.control import ComponentStatus, Phase, State
 from atropos_tui.monitor.format import bytes_text, duration, one_line, percent, seconds_text
 from atropos_tui.monitor.why import doing, open_diagnoses
-from atropos_tui.ui.theme import ink, state_text, title
+from atropos_tui.ui.theme import named_style, state_text, title
 from atropos_tui.ui.widgets.panel import Panel, View, hidden
 
 _WIDE = 90  # width from which the table has columns for ports and GPU memory
@@ -253,12 +253,15 @@ class Components(DataTable[Text], Panel):
         texts: dict[str, tuple[str, str | Style]] = {
             "component": (row.name, "bold"),
             "node": (row.node, ""),
-            "state": (words, ink(self.app, tone)),
-            "probe": (health, ink(self.app, "error") if fails else ""),
+            "state": (words, self.style(tone)),
+            "probe": (health, self.style("error") if fails else ""),
             "pid": (str(row.pid) if row.pid else "–", ""),
             "up": (duration(self._now - row.started_at) if row.pid and row.started_at else "–", ""),
-            "rst": (str(row.restarts), ink(self.app, "warn") if row.restarts else "dim"),
-            "err": (str(min(row.errors, 9999)) if row.errors else "", ink(self.app, "error")),
+            "rst": (str(row.restarts), self.style("warn") if row.restarts else "dim"),
+            "err": (
+                str(min(row.errors, 9999)) if row.errors else "",
+                self.style("error"),
+            ),
             "cpu": (percent(row.cpu_percent), ""),
             "memory": (bytes_text(row.memory_bytes), ""),
             "gpu": (bytes_text(row.gpu_bytes), ""),
@@ -269,8 +272,10 @@ class Components(DataTable[Text], Panel):
 
     def _words(self, row: ComponentStatus) -> tuple[str, str | Style]:
         if row.name in self._news and row.state is State.HEALTHY:
-            return f"▲ {one_line(self._news[row.name])}", ink(self.app, "warn")
-        return last_word(row), ink(self.app, "error") if row.state is State.FAILED else "dim"
+            return f"▲ {one_line(self._news[row.name])}", self.style("warn")
+        return last_word(row), named_style(
+            self.app, "error"
+        ) if row.state is State.FAILED else "dim"
 
 
 def last_word(row: ComponentStatus) -> str:
@@ -282,8 +287,7 @@ def last_word(row: ComponentStatus) -> str:
     if row.state is State.STARTING:
         return doing(row)
     if row.waiting_for and row.state in (State.PENDING, State.BACKOFF):
-        waits = "" if "wait" in row.waiting_for else "waits for "
-        return one_line(f"{waits}{row.waiting_for}")
+        return one_line(f"waits for {row.waiting_for}")
     words = one_line(row.reason)
     if not words and row.exit_code and not row.state.has_process:
         words = f"exit code {row.exit_code}"

@@ -38,7 +38,7 @@ from atropos_tui.monitor.charts import (
 from atropos_tui.monitor.format import one_line
 from atropos_tui.monitor.overlay import lines
 from atropos_tui.monitor.run.series import LARGEST, MOST_STEPS, Series, thin
-from atropos_tui.ui.plot import Axes, Band, Curve, Ink, plot
+from atropos_tui.ui.plot import Axes, Band, Curve, PlotStyles, plot
 from atropos_tui.ui.theme import title
 from atropos_tui.ui.widgets.legend import POINTS, RUN_COLOURS, Entry, legend_line, line_marks
 from atropos_tui.ui.widgets.panel import Panel, View, after, hidden
@@ -235,9 +235,9 @@ class Chart(Panel, can_focus=True):
         average = read = None
         if curve.metric in NOISY and is_smoothed(len(series), lens.smoothing):
             smoothed = smooth(part, lens.smoothing, 4 * max(self.content_size.width, 1))
-            average = Curve(view.ruler.place(smoothed), smoothed.values, self.ink(curve.colour))
+            average = Curve(view.ruler.place(smoothed), smoothed.values, self.style(curve.colour))
         if part.is_merged:
-            read = Curve(view.ruler.place(part), part.values, self.ink(curve.colour))
+            read = Curve(view.ruler.place(part), part.values, self.style(curve.colour))
         span = lens.smoothing if average else 0
         drawn = Trace(curve.label, curve.colour, view.ruler.place(raw), raw.values, curve.scatter)
         return replace(drawn, smooth=average, span=span, last=part.last, read=read)
@@ -308,7 +308,7 @@ class Chart(Panel, can_focus=True):
         for trace in self._traces:
             label = one_line(trace.label)
             texts = (f"{label} {self._value(trace)}", label)
-            entries.append(Entry(trace.mark, self.ink(trace.colour), texts))
+            entries.append(Entry(trace.mark, self.style(trace.colour), texts))
         return legend_line(entries, width)
 
     def _notes(self, lens: Lens) -> list[tuple[str, str]]:
@@ -348,19 +348,21 @@ class Chart(Panel, can_focus=True):
             if trace.smooth:
                 curves.append(replace(trace.smooth, mark=letter))
             if trace.band:
-                bands.append(Band(trace.places, *trace.band, self.ink("lit")))
+                bands.append(Band(trace.places, *trace.band, self.style("lit")))
         for trace, letter in zip(self._traces, letters, strict=True):
-            ink = self.ink("frame") if trace.smooth else self.ink(trace.colour)
+            style = self.style("frame") if trace.smooth else self.style(trace.colour)
             mark = trace.mark if trace.scatter else "" if trace.smooth else letter
-            curves.append(Curve(trace.places, trace.values, ink, trace.scatter, mark))
+            curves.append(Curve(trace.places, trace.values, style, trace.scatter, mark))
         # `other_axis` holds the charts whose axis the user switched.
         log = self.spec.log != (self.spec.name in lens.other_axis)
         low, high = self._bounds(log=log, cut=lens.cuts_outliers)
         marks = [] if self.spec.over_seconds else self.view.marks
         axes = Axes(self._first, self._last, low, high, log, self.spec.healthy, lens.cursor)
         axes = replace(axes, marks=[(place, MARKS[mark.kind]) for place, mark in marks])
-        named = {name: self.ink(name) for name in ("grid", "limit", "bad", "healthy")}
-        pens = Ink(**named, axis=self.ink("dim"), mark=self.ink("dim"), cursor=self.ink("accent"))
+        named = {name: self.style(name) for name in ("grid", "limit", "bad", "healthy")}
+        pens = PlotStyles(
+            **named, axis=self.style("dim"), mark=self.style("dim"), cursor=self.style("accent")
+        )
         drawn = plot(curves, axes, pens, width, height - self._has_legend, bands)
         base, strips = self.rich_style, [Strip(line) for line in drawn]
         if self._has_legend:
@@ -394,7 +396,7 @@ class Chart(Panel, can_focus=True):
 
     def _change_lens(self, **changes: object) -> None:
         if self.view is not None and not self.spec.over_seconds:
-            self.view.looking.lens = replace(self.view.lens, **changes)  # type: ignore[arg-type]
+            self.view.shared.lens = replace(self.view.lens, **changes)  # type: ignore[arg-type]
             self.post_message(self.Turned())
 
     def action_cursor(self, by: int) -> None:

@@ -71,14 +71,14 @@ class Details(VerticalScroll, Panel):
         self.app.notify("copied", timeout=2)
 
     def _line(self, label: str, words: str, tone: str = "") -> Text:
-        line = Text(f"{label:<{_LABEL}}", self.ink("dim"))
-        return line.append(words, self.ink(tone) if tone else None)
+        line = Text(f"{label:<{_LABEL}}", self.style("dim"))
+        return line.append(words, self.style(tone) if tone else None)
 
     def _lines(self, view: View, row: ComponentStatus) -> Iterator[Text]:
         words, tone = state_text(row.state)
         since = f" for {duration(view.now - row.since)}" if row.since else ""
         state = self._line("state", words, tone).append(since)
-        yield state.append(f"   {one_line(row.reason)}", self.ink("dim"))
+        yield state.append(f"   {one_line(row.reason)}", self.style("dim"))
         if row.waiting_for:
             yield self._line("waits for", one_line(row.waiting_for))
         yield self._line("health", _health(row))
@@ -140,7 +140,7 @@ class Details(VerticalScroll, Panel):
                 words.append("–" if now is None or now.kv_use is None else f"{now.kv_use:.0%}")
                 cells = zip(words, heads.values(), strict=True)
                 name = Text(f"{one_line(row.name):<{_LABEL}.{_LABEL - 1}}")
-                name.stylize("bold" if row is chosen else self.ink("dim"))
+                name.stylize("bold" if row is chosen else self.style("dim"))
                 yield name.append("".join(f"{word:>{width}}" for word, width in cells))
 
     def _diagnoses(self, view: View, row: ComponentStatus) -> Iterator[Text]:
@@ -186,7 +186,7 @@ class StepPanel(TextPanel):
         found = [self._when(view, step)]
         here = (mark for _, mark in view.marks if first <= mark.step <= last)
         for mark in here:
-            found.append(Text(f"{MARKS[mark.kind]} {one_line(mark.words)}", self.ink("warn")))
+            found.append(Text(f"{MARKS[mark.kind]} {one_line(mark.words)}", self.style("warn")))
         if (time := self._time(view, step)) is not None:
             found.append(time)
         names = sorted(view.state.names(), key=lambda name: _ORDER.get(name, len(_ORDER)))
@@ -203,7 +203,7 @@ class StepPanel(TextPanel):
         weights = None if of_many else view.state.metric("weight_version").at(step)
         words = [] if time is None else [clock(time)]
         words += [] if weights is None else [f"weights {weights:.0f}"]
-        return Text("  ".join(words), self.ink("dim"))
+        return Text("  ".join(words), self.style("dim"))
 
     def _time(self, view: View, step: int) -> Text | None:
         whole = view.state.metric("step_s").at(step)
@@ -218,5 +218,5 @@ class StepPanel(TextPanel):
         cut = one_line(name)
         # The end of a metric's name tells more than its beginning.
         cut = cut if len(cut) <= COLUMN - 12 else f"…{cut[-(COLUMN - 13) :]}"
-        text = Text(f"{cut:<{COLUMN - 11}}", self.ink("dim"), no_wrap=True, end="")
+        text = Text(f"{cut:<{COLUMN - 11}}", self.style("dim"), no_wrap=True, end="")
         return text.append(f"{WRITERS[chart_of(name).unit](value):>9}  ")

@@ -112,10 +112,10 @@ class Events(Listing[Event]):
         self.set_title(title("Events", (note, "quiet"), (search, "accent")))
 
     def draw(self, item: Event, width: int) -> Text:
-        quiet = self.ink("dim")
+        quiet = self.style("dim")
         line = Text(f"{clock(item.time)} ", quiet, no_wrap=True, end="")
         line.append(f"{item.component:<{self._names}.{NAME_CELLS}} ", "bold")
-        line.append(f"{item.mark:<12} ", self.ink(item.tone))
+        line.append(f"{item.mark:<12} ", self.style(item.tone))
         # Only warnings and errors stand out.
         return line.append(item.text, None if item.tone in ("warn", "bad") else quiet)
 

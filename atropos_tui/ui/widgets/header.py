@@ -33,17 +33,17 @@ class Header(TextPanel):
     def _identity(self, view: View, width: int) -> Text:
         info, status = view.info, view.status
         glyph, words, tone = standing(view)
-        right = Text.assemble((f"{glyph} {words}", self.ink(tone)))
+        right = Text.assemble((f"{glyph} {words}", self.style(tone)))
         if status and status.started_at:
             # The clock stops at the last transition.
             moves = (row.since or 0 for row in status.components)
             end = max(moves, default=0) if _over(view) else view.now
-            right.append(f"  {duration(max(0.0, end - status.started_at))}", self.ink("dim"))
+            right.append(f"  {duration(max(0.0, end - status.started_at))}", self.style("dim"))
         name = one_line(info.name or (status.name if status else ""))
-        left = Text.assemble((name, self.ink("title")))
+        left = Text.assemble((name, self.style("title")))
         for part in (info.mode or (status.mode if status else ""), info.short_model):
             if part:
-                left.append("  ·  ", self.ink("dim")).append(one_line(part), self.ink("dim"))
+                left.append("  ·  ", self.style("dim")).append(one_line(part), self.style("dim"))
         # The state on the right is never cut.
         left.truncate(max(0, width - right.cell_len - 2), overflow="ellipsis")
         left.append(" " * max(1, width - left.cell_len - right.cell_len))
@@ -59,18 +59,18 @@ class Header(TextPanel):
         else:
             speed = pace(state, steps)
             of_steps = f"/{steps}" if steps else ""
-            left = Text(f"step {state.step}{of_steps} ", self.ink("title"))
+            left = Text(f"step {state.step}{of_steps} ", self.style("title"))
             share = min(1.0, state.step / steps) if steps else 0.0
             right = Text(f" {share:.0%}  " if steps else " ")
             if not _over(view) and speed.eta_s is not None and state.step:
-                right.append(f"ETA {duration(speed.eta_s)}  ", self.ink("title"))
-            right.append(f"{seconds_text(speed.step_s)}/step", self.ink("dim"))
+                right.append(f"ETA {duration(speed.eta_s)}  ", self.style("title"))
+            right.append(f"{seconds_text(speed.step_s)}/step", self.style("dim"))
             if width >= ROOM_FOR_SHARES:
-                right.append(_shares(speed), self.ink("dim"))
+                right.append(_shares(speed), self.style("dim"))
         right.truncate(max(0, width - left.cell_len - 8), overflow="ellipsis")
         room = max(0, width - left.cell_len - right.cell_len)
-        filled = self.ink("good" if _over(view) and share == 1 else "busy")
-        bar = progress_bar(share, room, filled, self.ink("track"))
+        filled = self.style("good" if _over(view) and share == 1 else "busy")
+        bar = progress_bar(share, room, filled, self.style("track"))
         return left.append_text(bar).append_text(right)
 
 
@@ -167,9 +167,9 @@ class Notices(TextPanel):
             # Without the diagnosis that the verdict already shows.
             more = len(diagnoses(view)) - (found.diagnosis is not None)
             end = f"  (8 ⏎ fix{f', {more} more' if more > 0 else ''})" if self.diagnosis else ""
-            lines = in_two(found.line, end, width, self.ink(f"text-{found.tone}"))
+            lines = in_two(found.line, end, width, self.style(f"text-{found.tone}"))
         if words := notices(view):
-            lines.append(Text(f"▲ {' · '.join(words)}", self.ink("warn"), no_wrap=True))
+            lines.append(Text(f"▲ {' · '.join(words)}", self.style("warn"), no_wrap=True))
         return lines
 
 

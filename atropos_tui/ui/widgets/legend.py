@@ -85,13 +85,13 @@ class RunsLegend(TextPanel):
         # Without colours every curve needs a letter.
         marks = line_marks(len(view.settings), 1 if self.app.no_color else len(RUN_COLOURS))
         entries = [
-            Entry(mark, self.ink(RUN_COLOURS[at % len(RUN_COLOURS)]), run_texts(setting))
+            Entry(mark, self.style(RUN_COLOURS[at % len(RUN_COLOURS)]), run_texts(setting))
             for at, (setting, mark) in enumerate(zip(view.settings, marks, strict=True))
         ]
         line = legend_line(entries, width)
         # The note is the first part to go.
         note = f"{GAP}values: mean of the last {counted(last_steps(view.runs), 'step')}"
-        return line.append(note, self.ink("dim")) if line.cell_len + len(note) <= width else line
+        return line.append(note, self.style("dim")) if line.cell_len + len(note) <= width else line
 
 
 def run_texts(setting: Setting) -> tuple[str, ...]:

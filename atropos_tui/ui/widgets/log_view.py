@@ -20,7 +20,7 @@ from textual.strip import Strip
 from atropos_tui.monitor.format import clock, counted
 from atropos_tui.monitor.log_buffer import LEVELS, Kind, Level, LogBuffer, LogEntry
 from atropos_tui.monitor.patterns import Pattern
-from atropos_tui.ui.theme import ink, title
+from atropos_tui.ui.theme import title
 from atropos_tui.ui.widgets.panel import Guarded, after, hidden
 
 LINES_KEPT = 20_000
@@ -175,27 +175,27 @@ class LogView(ScrollView, Guarded, can_focus=True):
         row = self.buffer.row(y + offset_y)
         if row is None:
             if y == 0 and self.is_begun and not self.buffer:
-                line = Strip([Segment("no output yet", ink(self.app, "dim"))])
+                line = Strip([Segment("no output yet", self.style("dim"))])
                 return line.crop_extend(0, width, background)
             return Strip.blank(width, background)
         number, part, entry, text = row
-        style = ink(self.app, entry.kind)
+        style = self.style(entry.kind)
         if number == self._marked:
-            style += ink(self.app, "lit")
+            style += self.style("lit")
         segments = self._segments(text, style)
         if self._names:
             name = entry.component if part == 0 else ""
-            segments.insert(0, Segment(f"{name:<{self._names}} ", ink(self.app, "name of a log")))
+            segments.insert(0, Segment(f"{name:<{self._names}} ", self.style("name of a log")))
         if self._timed:
             came = clock(entry.time) if part == 0 and entry.time else ""
-            segments.insert(0, Segment(f"{came:<{TIME_CELLS}}", ink(self.app, "dim")))
+            segments.insert(0, Segment(f"{came:<{TIME_CELLS}}", self.style("dim")))
         strip = Strip(segments).crop_extend(offset_x, offset_x + width, background)
         return strip.apply_style(background)
 
     def _segments(self, text: str, style: Style) -> list[Segment]:
         if self.pattern is None:
             return [Segment(text, style)]
-        marked = style + ink(self.app, "found")
+        marked = style + self.style("found")
         segments, at = [], 0
         for start, end in self.pattern.spans(text):
             if start > at:

@@ -75,8 +75,8 @@ class MachinePanel(TextPanel):
         def style(part: str) -> Style:
             # Colours repeat after the last one; a component has the same colour in every bar.
             if part in order:
-                return self.ink(_COLOURS[order.index(part) % len(_COLOURS)])
-            return self.ink("track" if part == "free" else "dim")
+                return self.style(_COLOURS[order.index(part) % len(_COLOURS)])
+            return self.style("track" if part == "free" else "dim")
 
         bar = split_bar(split, texture, style, max(4, width - _LABEL - len(words) - 1))
         parts = legend(split, texture, style, write, width - _LABEL)
@@ -106,7 +106,7 @@ class MachinePanel(TextPanel):
 
     def _history(self, label: str, values: Iterable[float | None], width: int) -> Text:
         line = self.labelled(label, _LABEL)
-        return line.append(sparkline(values, width - _LABEL), self.ink("primary"))
+        return line.append(sparkline(values, width - _LABEL), self.style("primary"))
 
     def _host(self, view: View, width: int) -> list[Text]:
         host = view.gauges.last.host if view.gauges.last else None
@@ -164,13 +164,13 @@ class Nodes(TextPanel):
         line.append(f"CPU {percent(node.cpu_percent):>4}  memory {memory}  {node.gpus} GPUs{load}")
         words, tone = self._heard(node, view.now)
         if view.status.phase is not Phase.ENDED:
-            line.append(f"  {words}", self.ink(tone))
+            line.append(f"  {words}", self.style(tone))
         # A lost node shows as a diagnosis of the components on it.
         lost = [row.diagnosis for row in rows if row.diagnosis and not row.state.is_resting]
         below = Text(f"{'':<{width}}  ", no_wrap=True, end="")
-        below.append(", ".join(row.name for row in rows) or "nothing runs there", self.ink("dim"))
+        below.append(", ".join(row.name for row in rows) or "nothing runs there", self.style("dim"))
         if lost:
-            below.append(f"  {one_line(lost[0])}", self.ink("error"))
+            below.append(f"  {one_line(lost[0])}", self.style("error"))
         return [line, below]
 
     def _heard(self, node: NodeStatus, now: float) -> tuple[str, str]:

@@ -25,7 +25,7 @@ from textual.widget import Widget
 
 from atropos_common.protocol.control import ComponentStatus, Phase, RunStatus
 from atropos_tui.monitor.bench import RunBenchmark
-from atropos_tui.monitor.charts import MARKS, Lens, Looking, Mark, Ruler, marks
+from atropos_tui.monitor.charts import MARKS, Lens, Mark, Ruler, SharedLens, marks
 from atropos_tui.monitor.format import one_line
 from atropos_tui.monitor.overlay import RunCurves, Setting, by_setting
 from atropos_tui.monitor.run.gauges import GaugeHistory
@@ -34,7 +34,7 @@ from atropos_tui.monitor.run.series import Series
 from atropos_tui.monitor.run.state import RunState
 from atropos_tui.monitor.verdict import Verdict, verdict
 from atropos_tui.ui import user_files
-from atropos_tui.ui.theme import ink
+from atropos_tui.ui.theme import named_style
 
 Choice = TypeVar("Choice")
 
@@ -69,7 +69,7 @@ class View:
     """False while `state` may hold only the newest records."""
     read_to: int = 0
     """Step up to which the files were read."""
-    looking: Looking = field(default_factory=lambda: Looking(Lens()))
+    shared: SharedLens = field(default_factory=lambda: SharedLens(Lens()))
     runs: Sequence[RunCurves] = ()
     """Runs on the same axes, this one first."""
 
@@ -97,7 +97,7 @@ class View:
 
     @property
     def lens(self) -> Lens:
-        return self.looking.lens
+        return self.shared.lens
 
     @cached_property
     def ruler(self) -> Ruler:
@@ -136,6 +136,9 @@ class Guarded(Widget):
     failure: str = ""
     """Reason why it cannot be drawn."""
 
+    def style(self, name: str) -> Style:
+        return named_style(self.app, name)
+
     @contextmanager
     def guard(self) -> Iterator[None]:
         """Turn an error of the block into `failure`."""
@@ -168,7 +171,7 @@ class Guarded(Widget):
     def _failure_line(self, y: int) -> Strip:
         width, style = self.scrollable_content_region.width, self.rich_style
         lines = wrap(self.failure, max(width, 1))
-        words = [Segment(lines[y], ink(self.app, "bad"))] if y < len(lines) else []
+        words = [Segment(lines[y], self.style("bad"))] if y < len(lines) else []
         return Strip(words).crop_extend(0, width, style).apply_style(style)
 
     # Textual calls these three methods; an exception in any of them would end the app.
@@ -212,11 +215,8 @@ class Panel(Guarded):
         if words != self._title_words:
             self._title_words = self.border_title = words
 
-    def ink(self, name: str) -> Style:
-        return ink(self.app, name)
-
     def labelled(self, label: str, width: int) -> Text:
-        return Text(f"{label:<{width}}", self.ink("dim"), no_wrap=True, end="")
+        return Text(f"{label:<{width}}", self.style("dim"), no_wrap=True, end="")
 
 
 class TextPanel(Panel):
@@ -370,7 +370,7 @@ class Listing(ScrollView, Panel, Generic[Item], can_focus=True):
             line = self.draw(self.items[at], width)
             # Without the focus there is no cursor, because keys go to another panel.
             if at == self.cursor and self.has_focus:
-                background = background + self.ink("lit")
+                background = background + self.style("lit")
         line.truncate(width, overflow="ellipsis")
         strip = Strip(line.render(self.app.console, end=""))
         return strip.adjust_cell_length(width, background).apply_style(background)

@@ -33,7 +33,7 @@ from atropos_tui.monitor.rollout_groups import (
     shared_beginning,
 )
 from atropos_tui.ui.plot import sparkline
-from atropos_tui.ui.theme import ink, title
+from atropos_tui.ui.theme import title
 from atropos_tui.ui.widgets.panel import Guarded, Listing, View, after, hidden
 
 MOST_SPREAD = 16  # rewards of a group that are shown
@@ -212,7 +212,7 @@ class Rollouts(Listing[RolloutRow]):
         for name in columns:
             title_ = "rewards" if self._spread > 6 else ""
             line += f"{'adv':>{ADVANTAGE}}" if name == "advantage" else f" {title_:<{self._spread}}"
-        return Text(f"{line}{' ' * GAP}answer ← question", self.ink("dim"), no_wrap=True, end="")
+        return Text(f"{line}{' ' * GAP}answer ← question", self.style("dim"), no_wrap=True, end="")
 
     def _columns(self, width: int) -> tuple[str, ...]:
         cells = {"advantage": ADVANTAGE, "spread": 1 + self._spread if self._spread > 1 else 0}
@@ -232,13 +232,13 @@ class Rollouts(Listing[RolloutRow]):
         tone = "good" if record.advantage > 0 else "bad" if record.advantage < 0 else "dim"
         mark = "◆" if record is self._mark else " "
         line = Text(no_wrap=True, end="")
-        line.append(f"{record.step:>5}{mark}" if is_first else f"{mark:>6}", self.ink("dim"))
-        line.append(f"{number(record.reward, 2):>{REWARD}}", self.ink(tone))
+        line.append(f"{record.step:>5}{mark}" if is_first else f"{mark:>6}", self.style("dim"))
+        line.append(f"{number(record.reward, 2):>{REWARD}}", self.style(tone))
         if "advantage" in columns:
-            line.append(f"{number(record.advantage, 2):>{ADVANTAGE}}", self.ink(tone))
+            line.append(f"{number(record.advantage, 2):>{ADVANTAGE}}", self.style(tone))
         if "spread" in columns:
             words = spread(item.group.rollouts) if is_first else "↳"
-            line.append(f" {words:<{self._spread}.{self._spread}}", self.ink("dim"))
+            line.append(f" {words:<{self._spread}.{self._spread}}", self.style("dim"))
         asked = one_line(question(record.prompt)[self._shared :]) if is_first else ""
         room = width - line.cell_len - GAP
         answered = one_line(answer(record.completion))
@@ -250,10 +250,10 @@ class Rollouts(Listing[RolloutRow]):
             elif len(beside) > room // 2:
                 beside = f"{beside[: room // 2 - 1]}…"
         line.append(" " * GAP).append(self._fitted(answered, room - len(beside)))
-        line.append(beside, self.ink("dim"))
+        line.append(beside, self.style("dim"))
         # Search the line as drawn, so that the highlight fits the cut text.
         for start, end in self._pattern.spans(line.plain) if self._pattern else ():
-            line.stylize(self.ink("found"), start, end)
+            line.stylize(self.style("found"), start, end)
         return line
 
     def _fitted(self, text: str, room: int) -> str:
@@ -312,13 +312,13 @@ class RolloutDetail(VerticalScroll, Guarded):
         self.border_title = title("Rollout", (about, "quiet"), (message.words, "accent"))
         text = self._text(rollout, message.base, message.group) if rollout else Text()
         for start, end in message.pattern.spans(text.plain) if message.pattern else ():
-            text.stylize(ink(self.app, "found"), start, end)
+            text.stylize(self.style("found"), start, end)
         self.query_one("#rollout-text", Static).update(text)
 
     def _text(
         self, rollout: RolloutRecord, base: RolloutRecord | None, group: Sequence[RolloutRecord]
     ) -> Text:
-        label = ink(self.app, "dim")
+        label = self.style("dim")
         text = Text()
         figures = [
             ("reward", number(rollout.reward, 2)),
@@ -348,6 +348,6 @@ class RolloutDetail(VerticalScroll, Guarded):
         text = Text()
         for change, words in diff(old, new):
             begin, end = around[change]
-            style = "" if change == "same" else ink(self.app, change)
+            style = "" if change == "same" else self.style(change)
             text.append(f"{begin}{words}{end}", style)
         return text

@@ -37,7 +37,7 @@ from atropos_tui.monitor.report import _diagnosis as reported
 from atropos_tui.monitor.run.run_files import PlannedComponent, RunInfo, component_rows
 from atropos_tui.monitor.run.state import RunState
 from atropos_tui.monitor.verdict import verdict
-from atropos_tui.monitor.why import Picture, open_diagnoses
+from atropos_tui.monitor.why import Explanation, open_diagnoses
 from atropos_tui.profile.spec import AlertSpec, StackSpec
 from tests.atropos_tui.diagnoses.test_flow import GROUP_SIZE, WAITS, flow
 from tests.atropos_tui.diagnoses.test_log_rules import CAPTURED, LIVE_ONLY, LOGS, WORDS
@@ -100,7 +100,7 @@ class Run:
         titles = {found.title for found in self.state.diagnoses if found.rule == rule}
         sentence = verdict(status, self.info, self.state, now)
         table = ps_table(status, sentence.line, now)
-        told = "\n".join(Picture(status, self.info, self.state, now).lines())
+        told = "\n".join(Explanation(status, self.info, self.state, now).lines())
         ended = status.phase is Phase.ENDED
         return {
             "sentence": sentence.diagnosis is not None and sentence.diagnosis.rule == rule,

@@ -21,7 +21,7 @@ from atropos_common.protocol.records import DiagnosisRecord, Record, StateRecord
 from atropos_tui.cli import show
 from atropos_tui.monitor.run.run_files import PlannedComponent, RunInfo
 from atropos_tui.monitor.run.state import RunState
-from atropos_tui.monitor.why import Picture, open_diagnoses
+from atropos_tui.monitor.why import Explanation, open_diagnoses
 from tests.support.run_maker import step_records
 
 NOW = 1000.0
@@ -83,7 +83,7 @@ def lines(
         components=sorted([*rows, *given], key=lambda found: list(ROLES).index(found.name)),
         **fields,
     )
-    return Picture(
+    return Explanation(
         status, RunInfo(components=PLAN if plan else []), state_of(*records), NOW
     ).lines()
 
@@ -367,7 +367,7 @@ def test_on_a_terminal_long_lines_go_on_below_their_beginning() -> None:
         started_at=0.0,
         components=[part],
     )
-    found = Picture(status, RunInfo(), RunState(), NOW).lines(columns=60)
+    found = Explanation(status, RunInfo(), RunState(), NOW).lines(columns=60)
     assert max(map(len, found)) <= 60
     assert found[-3:] == [
         "  trainer  ● healthy    waiting for: first batch for 5.0 s",

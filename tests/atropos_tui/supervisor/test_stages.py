@@ -15,7 +15,7 @@ from typing import Any
 from atropos_common.protocol.control import CommandRequest, ComponentStatus, State
 from atropos_common.protocol.records import StageRecord
 from atropos_tui.monitor.run.run_files import load_run, status_from_files
-from atropos_tui.monitor.why import Picture
+from atropos_tui.monitor.why import Explanation
 from atropos_tui.profile.spec import Probe, Probes, RestartPolicy, Stage, StageCheck
 from tests.support.harness import QUICK, Running, part, python, ready
 
@@ -179,7 +179,7 @@ async def test_after_the_end_the_files_tell_the_stages(launch: Any, tmp_path: Pa
         "first batch",
         None,
     )
-    lines = Picture(status, info, state, time.time()).lines()
+    lines = Explanation(status, info, state, time.time()).lines()
     assert lines[0].endswith("ended with code 130: stopped by command")
     assert "stopped with the stack" in lines[2]
 
@@ -203,7 +203,7 @@ async def test_why_speaks_of_each_state_as_it_is(launch: Any, tmp_path: Path) ->
         await running.client.command(CommandRequest(action="stop", component="idle"))
         await running.until("idle", State.STOPPED)
         status = await running.client.status()
-        picture = Picture(status, *load_run(running.run.root)[:2], time.time() + 60)
+        picture = Explanation(status, *load_run(running.run.root)[:2], time.time() + 60)
         text = "\n".join(picture.lines())
         head = text.splitlines()[0]
         assert head.startswith(
@@ -222,5 +222,5 @@ async def test_why_speaks_of_each_state_as_it_is(launch: Any, tmp_path: Path) ->
             "after  ○ pending    waits for late to be healthy"
         )
         assert len(picture.lines("after")) == 1
-        soon = Picture(status, *load_run(running.run.root)[:2], time.time()).lines("crash")
+        soon = Explanation(status, *load_run(running.run.root)[:2], time.time()).lines("crash")
         assert any(line.strip().startswith("next start in ") for line in soon)

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.style import Style
 
-from atropos_tui.ui.plot import Axes, Curve, Ink, Line, nice_step, plot, tick_label, y_ticks
+from atropos_tui.ui.plot import Axes, Curve, Line, PlotStyles, nice_step, plot, tick_label, y_ticks
 from tests.support.thorough import examples
 
-INK = Ink(*(Style() for _ in range(4)))
+INK = PlotStyles(*(Style() for _ in range(4)))
 
 
 def draw(

@@ -14,7 +14,7 @@ from atropos_common.protocol.records import CheckpointRecord
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.monitor.run.state import timeline
 from atropos_tui.ui.dialogs import QuitDialog
-from atropos_tui.ui.plot import Axes, Curve, Ink, plot
+from atropos_tui.ui.plot import Axes, Curve, PlotStyles, plot
 from tests.atropos_tui.monitor.run.test_state import fed
 from tests.atropos_tui.ui.conftest import cockpit
 from tests.atropos_tui.ui.fakes import FakeControl
@@ -72,7 +72,7 @@ def test_labels_of_the_vertical_axis_stand_at_equal_distances(high: float, heigh
     lines = plot(
         [Curve([0, 10], [0, high], style)],
         Axes(low=0.0),
-        Ink(style, style, style, style),
+        PlotStyles(style, style, style, style),
         40,
         height,
     )

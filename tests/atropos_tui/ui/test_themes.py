@@ -18,7 +18,7 @@ from textual.color import Color
 
 from atropos_tui.ui import theme, user_files
 from atropos_tui.ui.app import CockpitApp, with_theme
-from atropos_tui.ui.theme import LIGHT, THEME, ink
+from atropos_tui.ui.theme import LIGHT, THEME, named_style
 from atropos_tui.ui.widgets.benchmark import Benchmark
 from atropos_tui.ui.widgets.curves import Chart
 from atropos_tui.ui.widgets.header import Header
@@ -98,13 +98,13 @@ async def test_what_is_drawn_at_the_moment_of_a_choice_has_the_new_colours(
             screen.app.theme = name
             await drawn(screen)
             monkeypatch.setattr(theme, "_made", {})
-            right = ink(screen.app, "plain")
+            right = named_style(screen.app, "plain")
             screen.app.theme = THEME.name
             await drawn(screen)
-            ink(screen.app, "plain")
+            named_style(screen.app, "plain")
             monkeypatch.setattr(theme, "_made", {})
             screen.app.theme = name
-            assert ink(screen.app, "plain") == right != Style()
+            assert named_style(screen.app, "plain") == right != Style()
 
 
 async def drawn(screen: Screen) -> None:
@@ -131,7 +131,7 @@ def can_be_seen(screen: Screen, name: str) -> None:
 
 
 def ink_colour(screen: Screen, name: str) -> Color:
-    shown = ink(screen.app, name).color
+    shown = named_style(screen.app, name).color
     assert shown is not None
     return Color.from_rich_color(shown)
 
@@ -143,9 +143,9 @@ async def test_in_the_terminal_s_own_colours_no_ground_hides_a_curve(tmp_path: P
         for name in ("ansi-light", "ansi-dark"):
             screen.app.theme = name
             await screen.pilot.pause()
-            ground = ink(screen.app, "healthy").bgcolor
+            ground = named_style(screen.app, "healthy").bgcolor
             assert ground not in [
-                ink(screen.app, curve).color for curve in ("primary", "success", "warning")
+                named_style(screen.app, curve).color for curve in ("primary", "success", "warning")
             ]
 
 

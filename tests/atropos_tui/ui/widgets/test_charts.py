@@ -45,7 +45,7 @@ async def test_a_cursor_reads_all_charts_at_one_step_and_leads_to_its_rollouts(r
     async with cockpit(run, (160, 50), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows("step 120/120")
         await screen.press("2", "right", "shift+left", "left")
-        lens = screen.app.looking.lens
+        lens = screen.app.shared.lens
         assert lens.cursor == 109.0
         shown = screen.app.state.metric("grad_norm")
         await screen.shows("@109")
@@ -64,7 +64,7 @@ async def test_a_cursor_reads_all_charts_at_one_step_and_leads_to_its_rollouts(r
             lambda: rollouts.has_focus and rollouts.current and rollouts.current.rollout.step == 109
         )
         await screen.press("2", "escape")
-        assert screen.app.looking.lens.cursor is None
+        assert screen.app.shared.lens.cursor is None
 
 
 async def test_from_between_two_points_the_cursor_goes_to_the_nearest_on_either_side(
@@ -77,7 +77,7 @@ async def test_from_between_two_points_the_cursor_goes_to_the_nearest_on_either_
         for key, step in (("right", 61.0), ("left", 60.0)):
             chart(screen)._change_lens(cursor=60.4)
             await screen.press(key)
-            assert screen.app.looking.lens.cursor == step
+            assert screen.app.shared.lens.cursor == step
 
 
 async def test_of_a_long_run_the_cursor_says_how_many_steps_its_values_are_the_means_of(
@@ -106,7 +106,7 @@ async def test_of_a_long_run_the_cursor_says_how_many_steps_its_values_are_the_m
         await screen.press("z")
         await screen.shows(f"Steps  {first:,} to {last:,}, means")
         await screen.press("right")
-        assert (screen.app.looking.lens.cursor or 0) > first
+        assert (screen.app.shared.lens.cursor or 0) > first
 
 
 async def test_a_step_leads_to_the_trainer_s_log_and_to_the_events_of_its_time(run: RunDir) -> None:
@@ -153,18 +153,18 @@ async def test_window_smoothing_and_axes_are_of_all_charts_and_kept(run: RunDir)
         await screen.press("2")
         await screen.shows("~10")
         await screen.press("plus")
-        assert (screen.app.looking.lens.first, screen.app.looking.lens.last) == (60.0, 120.0)
+        assert (screen.app.shared.lens.first, screen.app.shared.lens.last) == (60.0, 120.0)
         await screen.press("less_than_sign")
-        assert screen.app.looking.lens.first == 45.0
+        assert screen.app.shared.lens.first == 45.0
         await screen.press("w", "w")
-        assert screen.app.looking.lens.window(0, 120) == (70.0, 120.0)
+        assert screen.app.shared.lens.window(0, 120) == (70.0, 120.0)
         await screen.press("escape", "m")
-        assert screen.app.looking.lens == screen.app.chosen.through(screen.app.looking.lens).lens()
+        assert screen.app.shared.lens == screen.app.chosen.through(screen.app.shared.lens).lens()
         await screen.press("m")
         await screen.until(lambda: "~" not in str(chart(screen).border_title))
         await screen.press("l")
         await screen.shows("Reward  ━ mean")
-        assert "Reward" in screen.app.looking.lens.other_axis and "log" in str(
+        assert "Reward" in screen.app.shared.lens.other_axis and "log" in str(
             chart(screen).border_title
         )
         await screen.press("x")
@@ -232,10 +232,10 @@ async def test_the_mouse_sets_the_cursor_zooms_and_enlarges(run: RunDir) -> None
         await screen.press("2")
         reward = chart(screen)
         await screen.pilot.click(reward, offset=(reward.outer_size.width // 2, 3))
-        cursor = screen.app.looking.lens.cursor
+        cursor = screen.app.shared.lens.cursor
         assert cursor is not None and 40 < cursor < 80
         await screen.pilot._post_mouse_events([events.MouseScrollUp], reward, (20, 3))
-        await screen.until(lambda: screen.app.looking.lens.first is not None)
+        await screen.until(lambda: screen.app.shared.lens.first is not None)
         await screen.pilot.click(reward, offset=(20, 3), times=2)
         await screen.until(lambda: chart(screen) is not reward)
 
