@@ -181,7 +181,7 @@ class LogBuffer:
         return [row for number in self._shown(first) for row in self._rows_of(number)]
 
     def _shown(self, first: int) -> list[int]:
-        # numbers of entries
+        # Returns numbers of entries.
         entries = self._entries[first - self._base :]
         if self.pattern is None:
             return [first + at for at, entry in enumerate(entries) if self._has_level(entry)]

@@ -68,8 +68,8 @@ class LogReader:
         self._times: LogTimes | None = None
         self._partial = b""
         self._clock = 0.0
-        self._begun = False  # something of this attempt was read
-        self._is_torn = False  # it skipped into the middle of a line
+        self._begun = False  # after something of this attempt was read
+        self._is_torn = False  # after a skip into the middle of a line
         self._calm = CALM_READS  # reads since the last skip
         if isinstance(attempt, int):
             self._path = next(
