@@ -1,22 +1,9 @@
-"""GRPO trainer of the stack; importable alone.
+"""GRPO trainer of the stack; importable alone. README.md has an example that runs.
 
     python -m trainer_core --model-name DIR --weight-bridge-mode shared_vllm --training-steps 60
     from trainer_core import TrainingConfig, train, grpo_loss
 
-`train` is a whole run as one function. Its parts also work alone, in this order:
-
-    read_batch         run-api's groups -> a `Batch` of `Rollout`s with advantages
-                       (`group_advantages`)
-    pack               rollouts -> rows without padding
-    load_model         the policy, ready for packed rows; `row_logprobs` gives its logprobs of a row
-    Objective          the loss of a run's settings; `grpo_loss`, `gspo_loss` and `cispo_loss` are
-                       its formulas, `correct` gives the importance weights and masks of
-                       `ratio_base = proximal`
-    Stepper            optimizer and master weights; `accumulate` gives it the gradient of one
-                       optimizer step
-
-Exports are lazy: importing this package imports neither torch nor pydantic. README.md beside this
-file has an example that runs.
+Exports are lazy: importing this package imports neither torch nor pydantic.
 """
 
 from __future__ import annotations
@@ -26,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 # For type checkers and editors only; at run time `__getattr__` imports these.
 if TYPE_CHECKING:
-    from trainer_core.callbacks import Callback, TrainResult
     from trainer_core.config import TrainingConfig
     from trainer_core.errors import (
         ApiError,
@@ -61,6 +47,7 @@ if TYPE_CHECKING:
     from trainer_core.optimization.step import StepOutcome, accumulate
     from trainer_core.policy.load import load_model
     from trainer_core.policy.logprobs import row_logprobs
+    from trainer_core.report import Callback, TrainResult
     from trainer_core.rollouts.batch import Batch, Rollout, group_advantages, read_batch
     from trainer_core.rollouts.client import RolloutSource
     from trainer_core.rollouts.packing import PackedRow, pack
@@ -68,7 +55,6 @@ if TYPE_CHECKING:
 
 # Module -> its exported names. A new export goes here, into `__all__` and into the imports above.
 _MODULES = {
-    "callbacks": "Callback TrainResult",
     "config": "TrainingConfig",
     "errors": "ApiError CallbackError EngineError EngineGone LossError MemoryFullError "
     "MismatchError MissingLogprobs "
@@ -79,6 +65,7 @@ _MODULES = {
     "optimization.optimizers": "Stepper",
     "policy.load": "load_model",
     "policy.logprobs": "row_logprobs",
+    "report": "Callback TrainResult",
     "rollouts.batch": "Batch Rollout group_advantages read_batch",
     "rollouts.client": "RolloutSource",
     "rollouts.packing": "PackedRow pack",

@@ -1,12 +1,11 @@
-"""Command line of the trainer, built from `TrainingConfig`; parsed and validated before the loop is
-imported.
+"""Command line of the trainer, built from `TrainingConfig`.
 
     python -m trainer_core --model-name DIR --weight-bridge-mode shared_vllm --training-steps 60
+    torchrun --nproc-per-node 2 -m trainer_core ...
 
-Exit codes: 0 all steps done; 1 the run could not go on; 2 wrong flags; 3 no update in the run, or
-none in its last steps; 130 interrupted; 143 stopped by SIGTERM (a checkpoint is saved); 70 another
-rank is gone. For several ranks use `torchrun --nproc-per-node 2 -m trainer_core ...`, or
-`launch.py`, which has the same exit codes.
+Exit codes: 0 done; 1 the run could not go on; 2 wrong flags; 3 no update in the run, or none in its
+last steps; 130 interrupted; 143 stopped by SIGTERM (a checkpoint is saved); 70 another rank is
+gone.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from atropos_common.protocol.manifest import ManifestError
 from atropos_common.system.run_dir import RunDir
 from trainer_core.config import TrainingConfig, flag, validate
-from trainer_core.errors import RankGone, Stopped, TrainerError, UsageError
-from trainer_core.foreign_names import suggestion
+from trainer_core.errors import RankGone, Stopped, TrainerError, UsageError, suggestion
 from trainer_core.ranks.world import (
     GONE_CODE,
     on_every_rank,
@@ -40,9 +38,8 @@ if TYPE_CHECKING:
     from trainer_core.checkpoints.checkpoint import StartingPoint
     from trainer_core.rollouts.client import RunApi
 
+# A terminal's signal reaches a rank directly, and again through torchrun.
 SAME_SIGNAL_S = 3.0
-"""Seconds within which a repeated signal counts as the same one: a terminal's signal reaches a rank
-directly and again through torchrun."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -97,8 +94,7 @@ def _run(config: TrainingConfig) -> int:
 def _starting_point_and_api(
     config: TrainingConfig, stop: threading.Event
 ) -> tuple[StartingPoint, RunApi | None]:
-    """Check the save path and register with run-api before torch is imported, so that environments
-    warm up while the trainer loads."""
+    # Before torch is imported, so that environments warm up while the trainer loads.
     from trainer_core.checkpoints.checkpoint import starting_point
     from trainer_core.rollouts.client import open_api
 
@@ -107,7 +103,7 @@ def _starting_point_and_api(
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build a parser with one flag for each field of `TrainingConfig`; values stay strings."""
+    """Build a parser with one flag for each field; values stay strings."""
     parser = argparse.ArgumentParser(
         prog="atropos-trainer",
         description="GRPO trainer: trains on rollouts from run-api and publishes the weights to "
@@ -175,7 +171,7 @@ def _value(name: str, value: Any) -> Any:
 
 
 def _kind(annotation: Any) -> Any:
-    """Return the type of a flag's value, without `None` and metadata; tuples count as lists."""
+    """Type of a flag's value, without `None` and metadata."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         annotation = next(arg for arg in typing.get_args(annotation) if arg is not type(None))
     if typing.get_origin(annotation) is typing.Annotated:
@@ -193,8 +189,6 @@ def _help(text: str, field: Any) -> str:
 
 
 def _rank() -> NoReturn:
-    """Run one rank of several, and end with `os._exit`: the interpreter's normal exit would wait
-    for ranks that are gone."""
     restore_master()
     try:
         code = main()
@@ -207,6 +201,7 @@ def _rank() -> NoReturn:
     if not own_rank():
         # torchrun exits with 1 whatever its ranks return; `launch.py` reads this file instead.
         write_code(code)
+    # The interpreter's normal exit would wait for ranks that are gone.
     os._exit(code)
 
 

@@ -1,4 +1,4 @@
-"""End of a run: stop conditions and the verdict on its updates. Checkpoints keep both states."""
+"""End of a run: stop conditions, and the verdict on its updates."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import NonFiniteError, NoUpdateError, TrainerError
 
+# Steps in a row without an update after which a run fails; float16 needs a few for its loss scale.
 MOST_SKIPPED = 20
-"""Limit of steps in a row without an update; then the run fails. float16 needs a few to find the
-loss scale."""
+# At least one of the last steps must make an update.
 LAST_SKIPPED = 3
-"""Last steps of a run in which at least one update must happen, or the run fails."""
 
 NON_FINITE = """loss or gradient was not a finite number in {steps} steps in a row, so no update was made. \
 {last}. Ways out:
@@ -28,8 +27,7 @@ fix: lower --lr or --max-grad-norm, and resume from a checkpoint before the firs
 
 
 class StopConditions:
-    """Conditions that end a run before its last step: time and reward. Time counts from the first
-    attempt."""
+    """Time, counted from the first attempt, and reward."""
 
     def __init__(
         self,
@@ -46,11 +44,10 @@ class StopConditions:
         self._rewards: deque[float] = deque(before.get("rewards", ()), maxlen=config.stop_window)
 
     def saw(self, reward_mean: float) -> None:
-        """Record the mean reward of one more trained step."""
         self._rewards.append(reward_mean)
 
     def reason(self) -> str | None:
-        """Return the condition that ends the run now, as text; None to go on."""
+        """Return the condition that ends the run now; None to go on."""
         limit, wanted = self._config.max_time, self._config.stop_reward
         elapsed = self._clock() - self._began
         if limit is not None and elapsed >= limit:
@@ -66,28 +63,26 @@ class StopConditions:
         return None
 
     def state(self) -> dict[str, Any]:
-        """State for checkpoints; a later attempt continues from it."""
+        """State for a later attempt."""
         return {"elapsed_s": self._clock() - self._began, "rewards": list(self._rewards)}
 
 
 class Updates:
-    """Updates of a run, and the verdict at its end."""
-
     def __init__(self, step: int, version: int, before: dict[str, Any] | None = None) -> None:
         """Args:
         step: optimizer steps done before this attempt.
-        version: weight version at the start; 0: the run has made no update yet.
-        before: `state` of the resumed checkpoint."""
+        version: weight version at the start; 0: no update yet.
+        before: `state` of the resumed checkpoint.
+        """
         self._first, self._start = step, version
+        # Newest steps in a row without an update.
         self.skipped = int((before or {}).get("skipped", 0))
-        """Latest steps in a row without an update."""
 
     def saw(self, *, updated: bool) -> None:
-        """Count one more step."""
         self.skipped = 0 if updated else self.skipped + 1
 
     def too_many_skipped(self, version: int, last: str) -> TrainerError | None:
-        """Return the error of a run whose last `MOST_SKIPPED` steps made no update; None to go on.
+        """Return the error of a run whose last `MOST_SKIPPED` steps made no update.
 
         Args:
             last: description of the checkpoint that a later attempt resumes.
@@ -104,10 +99,8 @@ class Updates:
         """Return the error of a run that trained nothing, or made no update in its last steps.
 
         Args:
-            step: optimizer steps done.
-            version: current weight version of the policy.
-            left_out: description of the sequences that this attempt left out; "" for none.
-            reason: reason for an end before the last step; "" for none.
+            left_out: description of the sequences that this attempt left out.
+            reason: reason for an end before the last step.
             last: description of the checkpoint that a later attempt resumes.
         """
         # No step in this attempt. A resumed run with updates and nothing left out is fine.
@@ -127,5 +120,5 @@ class Updates:
         return None
 
     def state(self) -> dict[str, Any]:
-        """State for checkpoints; a later attempt continues from it."""
+        """State for a later attempt."""
         return {"skipped": self.skipped}

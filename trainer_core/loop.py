@@ -1,16 +1,11 @@
-"""The training loop, readable from top to bottom. It is independent of the mode: `weight_sync`
-knows how weights travel.
+"""The training loop, from top to bottom; `weight_sync` knows how weights travel in each mode.
 
     from trainer_core import TrainingConfig, train
     train(TrainingConfig(model_name="...", weight_bridge_mode="shared_vllm"))
     train(TrainingConfig(model_name="..."), rollouts="rollouts.jsonl", loss_fn=..., callbacks=[...])
 
-With several ranks (`rank_group.py`) each runs the same steps. Rank 0 alone uses run-api, servers,
-files, trackers and callbacks; every rank runs the model.
-
-Each step: wait for one batch, compute its gradient (or one minibatch after another), compare with
-the server at the same weights, write and publish the new version, report, and save a checkpoint if
-one is due.
+Every rank runs the same steps and the model. Rank 0 alone uses run-api, servers, files, trackers
+and callbacks.
 """
 
 from __future__ import annotations
@@ -33,8 +28,7 @@ from atropos_common.protocol.bridge import ROUTING_FLAG
 from atropos_common.protocol.records import BenchmarkRecord, CheckpointRecord, SyncRecord
 from atropos_common.protocol.stages import ATTACHED, reach
 from atropos_common.system.run_dir import RunDir
-from trainer_core.callbacks import Callback, Callbacks, TrainResult
-from trainer_core.checkpoints import checkpoint
+from trainer_core.checkpoints import checkpoint, state
 from trainer_core.checkpoints.saving import Saver
 from trainer_core.config import TrainingConfig, sharding_contradictions, validate
 from trainer_core.ending import StopConditions, Updates
@@ -50,9 +44,8 @@ from trainer_core.errors import (
     UsageError,
 )
 from trainer_core.objective.alignment import Alignment, AlignmentGate, ProbeDiffs, thresholds
-from trainer_core.objective.custom import own_loss
 from trainer_core.objective.loss import Formula, balance_coefficient
-from trainer_core.objective.registry import Objective, objective_hint
+from trainer_core.objective.registry import Objective, objective_hint, own_loss
 from trainer_core.optimization.minibatches import Minibatches, merged
 from trainer_core.optimization.optimizers import Stepper, for_device
 from trainer_core.optimization.step import StepOutcome, accumulate
@@ -75,9 +68,12 @@ from trainer_core.ranks.group import join
 from trainer_core.ranks.world import ALONE, SEEN_S, World, speaks_for_node
 from trainer_core.report import (
     BenchmarkTotals,
+    Callback,
+    Callbacks,
     MfuMeter,
     StepReport,
     TextReader,
+    TrainResult,
     console_line,
     rank_use,
     step_fields,
@@ -110,15 +106,14 @@ The trainer does not fit into the GPU's memory. Ways out, the cheapest first:
   --train-layer-indices for the upper layers alone, or a shorter --seq-len
   another GPU, or a smaller model"""
 
+# Ranks reach a pass at different times while one compiles or loads its model.
 COLLECTIVE_S = 600.0
-"""Collective timeout in seconds: ranks may reach a pass at different times while one compiles or
-loads its model."""
+# A server may end seconds after its engine.
 DYING_S = 5.0
-"""Seconds within which a server ends after its engine has died."""
 
 
 class _StopConditionMet(Exception):
-    """A stop condition became true while waiting for a batch."""
+    pass
 
 
 def train(
@@ -132,25 +127,19 @@ def train(
     callbacks: Sequence[Callback] = (),
     keep_history: bool = True,
 ) -> TrainResult:
-    """Train until `training_steps`, a stop condition, the end of recorded rollouts, or until `stop`
-    is set. Prints progress to standard output.
-
-    Restores the caller's random generators, torch threads, compiler settings and `sys.path`.
+    """Train until `training_steps`, a stop condition, the end of recorded rollouts, or `stop`.
 
     Args:
         api: source of batches; default: run-api, where the trainer registers.
         stop: set it to end after the current step, or at once while waiting.
-        start: starting point, as already registered with `api`; default: found by `resume`.
-        rollouts: train on these without run-api and without a server: a file, as `config.rollouts`,
-            an object with `next_batch`, or an iterable of batches.
-        loss_fn: replaces the objective's formula, as `config.loss`.
+        start: starting point, as registered with `api`; default: found by `resume`.
+        rollouts: a file, an object with `next_batch` or batches, instead of run-api and server.
+        loss_fn: replaces the objective's formula.
         callbacks: called at the start, each step, each checkpoint and the end.
-        keep_history: keep the fields of every step for the result, about 2 kB each; telemetry has
-            them in any case.
+        keep_history: keep the fields of every step for the result, about 2 kB each.
 
     Raises:
-        TrainerError: a user can act on it: `EngineGone`, `MissingLogprobs`, `LossError`,
-            `CallbackError` and others.
+        TrainerError: a user can act on it.
         Stopped: stopped before the first step.
     """
     stop = stop or threading.Event()
@@ -197,7 +186,7 @@ def train(
 
 
 class Run:
-    """One attempt: its state and its step. Once constructed, the policy is attached and ready."""
+    """One attempt. Once constructed, the policy is attached and ready."""
 
     def __init__(
         self,
@@ -212,26 +201,22 @@ class Run:
         callbacks: Sequence[Callback] = (),
         keep_history: bool = True,
     ) -> None:
-        """Load the policy, give both sides the starting weights, and create the optimizer.
-
-        Args:
-            api: source of batches; used on rank 0 only.
-            opened: closes what is opened here, in reverse order.
+        """Args:
+        api: source of batches; used on rank 0 only.
+        opened: closes what is opened here, in reverse order.
         """
         self.world = world
         self.device = _device(config)
         use_memory(self.device)
         self.config = config = for_device(config, self.device)
         self.step, self.version = start.step, start.version
-        self.partly = False
-        """The current batch has changed the weights, and is not done."""
+        self.partly = False  # the current batch has changed the weights, and is not done
         self.stop = stop
         self.stopping = StopConditions(config, start.progress if start.exact else None)
         self.updates = Updates(start.step, start.version, start.progress)
+        # Error that ends this attempt after the current step, which is complete.
         self.failed: TrainerError | None = None
-        """Error that ends this attempt after the current step, which is complete."""
-        self.reason = ""
-        """Reason for an end before the last step."""
+        self.reason = ""  # for an end before the last step
         self.callbacks = Callbacks(callbacks)
         self.history: list[dict[str, Any]] = []
         self.keeps_history = keep_history
@@ -324,8 +309,6 @@ class Run:
         routing: RoutingAsker | None,
         opened: ExitStack,
     ) -> BatchSource:
-        """Create the source of batches; servers, or the recording, supply logprobs and versions
-        that a batch lacks."""
         sources: list[Provenance] = (
             [api] if isinstance(api, RecordedRollouts) else [*self.sync.engines]
         )
@@ -360,7 +343,6 @@ class Run:
         )
 
     def _require_recording(self) -> None:
-        """With `routing_replay`, require that every reachable server records expert choices."""
         for engine in self.sync.engines if self.config.routing_replay else ():
             with suppress(EngineGone):  # the publish finds that out
                 if not engine.info().records_routing:
@@ -378,7 +360,7 @@ class Run:
         )
 
     def to_the_end(self) -> TrainResult:
-        """Train to the end, a stop condition or a stop; after a crash, save what is left."""
+        """Train to the end or a stop; after a crash, save what is left."""
         try:
             self.tell("on_start", self.config, self.step)
             result = self._train()
@@ -399,7 +381,6 @@ class Run:
             raise
 
     def tell(self, method: str, *values: Any) -> None:
-        """Call a method of every callback, on rank 0."""
         self.world.share(lambda: self.callbacks.tell(method, *values))
 
     def _train(self) -> TrainResult:
@@ -423,7 +404,6 @@ class Run:
         return self.finish() if self.world.share(self.ended) else self.save_at_stop()
 
     def ended(self) -> bool:
-        """Return True if all steps are trained, or a stop condition holds."""
         return self.step >= self.config.training_steps or self.stopping.reason() is not None
 
     def one_step(self) -> None:
@@ -495,13 +475,12 @@ class Run:
         self.world.agree(self.failed)
 
     def while_waiting(self) -> None:
-        """Poll server health and stop conditions."""
         self.sync.check()
         if self.stopping.reason() is not None:
             raise _StopConditionMet
 
     def raise_server_end(self) -> None:
-        """After an error of torch, raise `EngineGone` if the server's end explains it."""
+        """Raise `EngineGone` if the server's end explains an error of torch."""
         self.world.check(patience_s=SEEN_S)
         # The process that owned the memory may be gone seconds before the one that the trainer
         # watches.
@@ -524,17 +503,12 @@ class Run:
         )
 
     def write_between(self, outcome: StepOutcome) -> None:
-        """Write the update of a minibatch that is not the batch's last; a gradient that is not
-        finite changes nothing.
-
-        In single copy the server sees each write at once, so each update is a version of its own:
-        under the old version's name the policy lag would be wrong, and pausing the server for the
-        whole batch would cost rollouts. Other servers get the batch as a whole, with its last
-        minibatch.
-        """
+        """Write the update of a minibatch that is not the batch's last."""
         if not outcome.finite:
             self.stepper.zero_grad()
             return
+        # In single copy the server sees each write at once, so each update is a version of its own:
+        # otherwise the policy lag would be wrong. Other servers get the batch as a whole.
         self.stepper.compute()
         self.partly = True
         if self.sync.shares_memory:
@@ -544,8 +518,7 @@ class Run:
             self.stepper.write()
 
     def publish(self, outcome: StepOutcome) -> SyncReport | None:
-        """Write the batch's last update and publish it; None if no gradient of the batch was
-        finite, so nothing has changed."""
+        """Write and publish the batch's last update; None if nothing has changed."""
         changes = outcome.finite or self.partly
         self.updates.saw(updated=changes)
         if not outcome.finite:
@@ -577,19 +550,16 @@ class Run:
             )
 
     def write(self) -> None:
-        """Apply the computed update to the policy; this completes the step."""
         self.write_version()
         self.step += 1
         self.partly = False
 
     def write_version(self) -> None:
-        """Apply the computed update to the policy."""
         self.stepper.write()
         self.version += 1
 
     def rescue(self, error: Exception) -> None:
-        """After `error`, save unsaved steps if the weights are still valid, and print what
-        remains."""
+        """Save unsaved steps if the weights are still valid, and print what remains."""
         cause = "the server" if isinstance(error, EngineGone) else "the error"
         try:
             with suppress(TrainerError):
@@ -615,8 +585,7 @@ class Run:
     def judge(
         self, outcome: StepOutcome, probe: ProbeDiffs | None, lags: Lags, batch: Batch
     ) -> Alignment:
-        """Judge the alignment; call it before weights change, while server, rollouts and policy
-        have the same weights."""
+        """Judge the alignment, before weights change."""
         known = [lag for lag in lags if lag is not None]
         lag_max = max(known) if known else None
         verdict = self.gate.judge(outcome.diffs, probe, lag_max=lag_max, version=self.version)
@@ -643,7 +612,6 @@ class Run:
         self.callbacks.tell("on_step", report)
 
     def save_at_stop(self) -> TrainResult:
-        """Save a checkpoint of the steps since the last one."""
         self.sync.settle()
         # In single copy a dead server takes the weights along: check it before saving from its
         # memory.
@@ -662,7 +630,7 @@ class Run:
         """Save the final model and write the benchmark.
 
         Raises:
-            NoUpdateError: the run, or its last steps, made no update; there is no final model then.
+            NoUpdateError: the run, or its last steps, made no update.
         """
         self.sync.settle()
         self.saver.finish(self.step, self.version)
@@ -690,7 +658,7 @@ class Run:
         )
 
     def progress(self) -> dict[str, Any]:
-        """Return the state, except weights and optimizer, that a later attempt continues from."""
+        """Return the state, except weights and optimizer, of a later attempt."""
         return {**self.stopping.state(), **self.updates.state(), **self.batches.state()}
 
     def _finished(self) -> None:
@@ -701,12 +669,10 @@ class Run:
             print(self.bench.summary())
 
     def record_sync(self, sync: SyncReport) -> None:
-        """Record a version that arrived during the step after its own."""
         self.telemetry.write(SyncRecord, self.step, **vars(sync))
         self.bench.add_sync(sync)
 
     def record_checkpoint(self, saved: checkpoint.Saved, step: int) -> None:
-        """Record a checkpoint, or the final model, in telemetry, the log and callbacks."""
         self.telemetry.write(
             CheckpointRecord, step, path=str(saved.path), seconds=saved.seconds, bytes=saved.bytes
         )
@@ -716,7 +682,7 @@ class Run:
 
 @contextmanager
 def _world(config: TrainingConfig, stop: threading.Event) -> Iterator[World]:
-    """Connect all ranks. Only rank 0 prints: the others would print the same."""
+    # Only rank 0 prints: the others would print the same.
     world = join(_device(config), COLLECTIVE_S, stop)
     with ExitStack() as silent:
         if world.rank:
@@ -732,7 +698,7 @@ def _world(config: TrainingConfig, stop: threading.Event) -> Iterator[World]:
 def _offline(
     config: TrainingConfig, rollouts: str | Path | RolloutSource | Iterable[Any] | None
 ) -> TrainingConfig:
-    """Return the configuration with `rollouts` set; a custom source is named by its type.
+    """Return the configuration with `rollouts` set.
 
     Raises:
         UsageError: a setting needs a server.
@@ -760,8 +726,6 @@ def _open_source(
 
 @contextmanager
 def _restored_process_state() -> Iterator[None]:
-    """Restore process-wide state at the end: random generators, torch threads, a compiler flag and
-    `sys.path`."""
     places = list(sys.path)
     generators = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = (
@@ -792,11 +756,9 @@ def _stepper(
     weights: Path | None,
     world: World,
 ) -> Stepper:
-    """Create the optimizer over a model ready to compute; `weights` is the checkpoint to restore it
-    from."""
     stepper = Stepper(model, config, world)
     if weights is not None:
-        checkpoint.restore(weights, stepper)
+        state.restore(weights, stepper)
     # The memory estimate of checkpointing depends on it; compilation itself comes last.
     compiled = compiles(model, config.compile, device)
     use_checkpointing(

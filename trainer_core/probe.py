@@ -1,17 +1,9 @@
 """Logprob probe: compare logprobs of tokens that the server decodes with ours at the same weights,
 and find the cause of a difference.
 
-The server decodes instead of prefilling, once without and once with the prefix cache:
-`prompt_logprobs` alone would miss stale CUDA graphs and a stale KV cache. One more answer, the
-anchor, is the likeliest answer to the same prompt each time: a server with stale weights repeats
-it. (A fixed seed would do too, but ends a vLLM on a CPU that prefills the prompt in chunks: "CPU
-Generator does not use offset".) Background threads query the server while the trainer waits for
-rollouts. The trainer collects the answers before the next publish, so both sides still have the
-same version.
-
-If the verdict is not ok, `explain` tests one cause after another: it recomputes the logprobs of a
-few sequences under that assumption. It accepts a cause that accounts for most of the difference, so
-policy lag or noise is never mistaken for one.
+The server decodes, once without and once with the prefix cache: `prompt_logprobs` alone would miss
+stale CUDA graphs and a stale KV cache. Threads query it while the trainer waits for rollouts, and
+the answers are collected before the next publish, so both sides have the same version.
 """
 
 from __future__ import annotations
@@ -48,19 +40,16 @@ from trainer_core.rollouts.batch import Batch, Rollout
 from trainer_core.rollouts.packing import PackedRow, pack
 from trainer_core.server.client import GeneratedTokens, ServerClient
 
+# Largest share of a difference that may remain under an accepted cause: lag or noise explains less.
 LEFT = 0.3
-"""Largest share of a difference that may remain under an accepted cause."""
+# Difference in nats between two computations of a logprob that half precision explains.
 NOISE = 0.05
-"""Difference in nats between two computations of a logprob that half precision explains."""
-NEAREST_TEMPERATURE = 0.04
-"""Smallest relative difference of temperatures that counts as a cause."""
+NEAREST_TEMPERATURE = 0.04  # smallest relative difference that counts as a cause
 SEQUENCES = 6
 FEWEST_TOKENS = 8
 POLL_S = 0.02
-USUAL_BLOCK = 16
-"""Default block size of the prefix cache, in tokens, if no server reports one."""
-LAG_INTERVAL = 10
-"""Steps between two explanations while the lag is several versions, which is an ordinary cause."""
+USUAL_BLOCK = 16  # tokens of a block of the prefix cache, if no server reports it
+LAG_INTERVAL = 10  # steps between two explanations of a lag of several versions
 
 Answers = list[tuple[list[int], GeneratedTokens, GeneratedTokens]]
 """Prompt, answer decoded fresh, answer decoded on the cached prefix."""
@@ -68,8 +57,6 @@ Answers = list[tuple[list[int], GeneratedTokens, GeneratedTokens]]
 
 @dataclass(frozen=True)
 class ProbeAnswers:
-    """A server's answers to one probe."""
-
     answers: Answers
     anchor: tuple[list[int], GeneratedTokens]
 
@@ -83,9 +70,6 @@ class LogprobProbe:
         config: TrainingConfig,
         routing: RoutingAsker | None = None,
     ) -> None:
-        """Args:
-        engines: empty: no probe is ever taken.
-        routing: returns the experts of the answers for replay; None: our routers choose."""
         self._routing = routing
         self.engines = list(engines)
         self.config = config
@@ -93,7 +77,7 @@ class LogprobProbe:
         self._prompts: list[list[int]] = []
         self._anchor: list[int] = []
         self.answers: Answers = []
-        """Answers of the probe that `finish` returned last; empty if it returned none."""
+        """Answers of the probe that `finish` returned last."""
         # One thread each for `_ask`, the anchor, and the two answers of each prompt.
         self._pool = ThreadPoolExecutor(2 + 2 * config.probe_prompts, thread_name_prefix="probe")
         self._running: Future[ProbeAnswers | None] | None = None
@@ -115,7 +99,6 @@ class LogprobProbe:
             self._anchor = self._prompts[0]
 
     def _block_size(self) -> int:
-        """Return the prefix cache's block size in tokens, from the first server that reports it."""
         for engine in self.engines if self._block is None and self.config.probe_interval else ():
             with suppress(EngineGone):
                 self._block = engine.info().block_size or USUAL_BLOCK
@@ -123,8 +106,7 @@ class LogprobProbe:
         return self._block or USUAL_BLOCK
 
     def start(self, step: int, version: int) -> None:
-        """Start the probe of `step`, unless one is running or none is due. It yields nothing if the
-        server's weight version is not `version`."""
+        """Start the probe of `step` if it is due; for a server at `version`."""
         due = self.config.probe_interval and (step - 1) % self.config.probe_interval == 0
         if due and self.engines and self._prompts and self._running is None:
             self._running = self._pool.submit(
@@ -147,8 +129,7 @@ class LogprobProbe:
         return f"; probed server: {self._asked(step).base_url}" if len(self.engines) > 1 else ""
 
     def finish(self, model: torch.nn.Module, world: World = ALONE) -> ProbeDiffs | None:
-        """Return the comparison, on all ranks; None if no probe was started, or the server refused
-        or is gone (the publish handles that)."""
+        """Return the comparison, on all ranks; None without answers."""
         # Rank 0 alone talks to servers; every rank computes with the model.
         asked = world.share(self._collected)
         self.answers = asked.answers if asked else []
@@ -169,8 +150,7 @@ class LogprobProbe:
 
 
 def compare(model: torch.nn.Module, asked: ProbeAnswers) -> ProbeDiffs:
-    """Sum the differences of our logprobs to the server's, separately for fresh, cached and
-    anchor."""
+    """Sum the differences of our logprobs to the server's."""
     answers = asked.answers
     ours = iter(_logprobs_of(model, [asked.anchor, *_all_of(answers)]))
     anchor = diff_sums(next(ours), asked.anchor[1].logprobs)
@@ -191,7 +171,6 @@ def _logprobs_of(
     answers: list[tuple[list[int], GeneratedTokens]],
     head_dtype: torch.dtype | None = None,
 ) -> list[list[float]]:
-    """Compute our logprobs, with the engine's experts where they are known."""
     pairs = [(prompt, done.token_ids) for prompt, done in answers]
     return completions_logprobs(
         model, pairs, head_dtype=head_dtype, experts=[done.experts for _, done in answers]
@@ -199,7 +178,6 @@ def _logprobs_of(
 
 
 def _concatenated(batch: Batch, length: int) -> list[list[int]]:
-    """Cut prompts of `length` tokens from the batch's rollouts, concatenated."""
     stream = [token for rollout in batch.rollouts for token in rollout.tokens.tolist()]
     return [stream[at : at + length] for at in range(0, len(stream) - length + 1, length)]
 
@@ -231,6 +209,8 @@ def _ask(
             engine.generate, prompt, tokens, temperature=temperature, salt=secrets.token_hex(8)
         )
 
+    # The likeliest answer, since a fixed seed ends a vLLM on a CPU that prefills in chunks ("CPU
+    # Generator does not use offset"). A server with stale weights repeats it.
     again = unseen(anchor, temperature=0.0)
     fresh = [unseen(prompt) for prompt in prompts]
     cached = [pool.submit(_on_cached_prefix, engine, prompt, tokens) for prompt in prompts]
@@ -274,7 +254,7 @@ def explain(
 
     Args:
         rollouts: rollouts of the step's batch.
-        answers: the step's probe, at the model's current weights; empty if there was none.
+        answers: the step's probe, at the model's current weights.
         lag_max: largest lag of a rollout, in weight versions; None if unknown.
     """
     if judged.verdict == "ok":
@@ -309,8 +289,7 @@ def _cause_in_rollouts(
 
 
 class _Scored:
-    """A packed row with its hidden states, so that another temperature costs only the head's
-    product."""
+    """A packed row with its hidden states: another temperature costs only the head's product."""
 
     def __init__(self, model: torch.nn.Module, row: PackedRow, world: World) -> None:
         self.row, self.model, self.world = row, model, world
@@ -323,7 +302,6 @@ class _Scored:
         return head_scores(self.model, self.states, self.row.labels, temperatures).logprobs
 
     def left(self, factor: float) -> float:
-        """Mean |trainer - rollout| at `factor`, as rank 0 computes it."""
         gaps = (self.at(factor) - self.row.logprobs).abs()
         return self.world.share(lambda: float(gaps.mean()))
 
@@ -365,8 +343,7 @@ def _other_temperature(scored: _Scored) -> str | None:
 
 
 def _filtered(scored: _Scored) -> str | None:
-    """Test if every token is more likely on the server, which means that a filter removed
-    others."""
+    # If every token is more likely on the server, a filter removed others.
     surplus = scored.row.logprobs - scored.train
     # A filter rescales the kept tokens, so it can only raise their logprobs.
     if float(surplus.min()) < -NOISE or float(surplus.mean()) < NOISE:

@@ -1,5 +1,4 @@
-"""Reports of a step and a run: telemetry records, console line, tracker metrics, the guides'
-BENCHMARK SUMMARY, MFU, memory. Nothing here trains."""
+"""Reports of a step and a run: records, console line, tracker metrics, summary, callbacks."""
 
 from __future__ import annotations
 
@@ -7,7 +6,8 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import psutil
@@ -27,7 +27,9 @@ from atropos_common.protocol.records import (
     TimingRecord,
     metrics_of,
 )
+from trainer_core.checkpoints.checkpoint import Saved
 from trainer_core.config import TrainingConfig
+from trainer_core.errors import CallbackError, Stopped, UsageError
 from trainer_core.objective.alignment import Alignment, ProbeDiffs
 from trainer_core.optimization.step import METRICS, StepOutcome
 from trainer_core.policy.load import dimensions
@@ -38,9 +40,6 @@ from trainer_core.rollouts.source import Lags
 from trainer_core.server.client import UNKNOWN_USE, EngineUse
 from trainer_core.telemetry import Telemetry
 from trainer_core.weight_sync.base import SyncReport
-
-TEXT_LIMIT = 4000
-"""Limit in characters for a prompt or completion in the telemetry."""
 
 
 @dataclass(frozen=True)
@@ -56,26 +55,24 @@ class StepReport:
     probe: ProbeDiffs | None
     alignment: Alignment
     sync: SyncReport | None
-    """None if the step was skipped because its gradient was not finite."""
+    """None if the gradient was not finite."""
     wait_s: float
     train_s: float
     checkpoint_s: float
     step_s: float
     mfu: float | None = None
-    """MFU of the training part; None on a CPU or a GPU with unknown peak."""
+    """Model FLOP utilization of the training part; None if the peak is unknown."""
     engine: EngineUse = UNKNOWN_USE
-    """Engine use since the last report."""
+    """Since the last report."""
     ranks: Sequence[RankUse] = ()
-    """Use of each rank, if there are several."""
+    """Empty for a single rank."""
 
     @property
     def tokens_per_s(self) -> float:
-        """All trained tokens, prompts included, per second of the whole step."""
         return self.batch.tokens / self.step_s if self.step_s else 0.0
 
     @property
     def accepted_tokens_per_s(self) -> float | None:
-        """Generated tokens that were trained, per second of the whole step."""
         return self.batch.trained_tokens / self.step_s if self.step_s else None
 
 
@@ -98,13 +95,12 @@ class TextReader:
         ids = [int(t) for t in tokens]
         text = self._tokenizer.decode(ids) if self._tokenizer else " ".join(map(str, ids))
         # A base model may generate the whole context; the limit keeps the file readable.
-        return str(text)[:TEXT_LIMIT]
+        return str(text)[:4000]
 
 
 def write_records(
     telemetry: Telemetry, report: StepReport, config: TrainingConfig, reader: TextReader
 ) -> None:
-    """Write the step's records."""
     step = report.step
     telemetry.write(StepRecord, step, **step_fields(report))
     telemetry.write(AlignmentRecord, step, **alignment_fields(report))
@@ -121,7 +117,7 @@ def write_records(
 
 
 def step_fields(report: StepReport) -> dict[str, Any]:
-    """Fields of a `step` record, with counts of left-out sequences."""
+    """Fields of a `step` record."""
     batch, outcome, scores = report.batch, report.outcome, report.batch.scores
     # The lag is None for rollouts whose completion no server knows.
     known = [lag for lag in report.lags if lag is not None]
@@ -195,7 +191,6 @@ def timing_fields(report: StepReport) -> dict[str, Any]:
 
 
 def console_line(report: StepReport, total_steps: int, *, benchmark: bool) -> str:
-    """Format the step as one line; with `benchmark` including timing."""
     fields = step_fields(report)
     lag = "-" if fields["policy_lag_mean"] is None else f"{fields['policy_lag_mean']:.1f}"
     probe = (
@@ -240,12 +235,9 @@ def tracker_metrics(report: StepReport) -> dict[str, Any]:
 
 
 def sampled(rollouts: Sequence[Rollout], wanted: int, step: int) -> list[tuple[int, int]]:
-    """Choose `wanted` rollouts to write as text; return each index with the size of its group.
-
-    Takes whole groups, since a reader compares within a group; of the last group as many as fit,
-    evenly from best to worst. A group is the rollouts of one prompt. The first group changes with
-    each step, and flat groups come last: they teach nothing.
-    """
+    """Choose `wanted` rollouts to write as text; return indices and sizes of their groups."""
+    # Whole groups, since a reader compares within a group; of the last one as many as fit, from
+    # best to worst. Flat groups teach nothing, so they come last.
     groups: dict[bytes, list[int]] = {}
     for index, rollout in enumerate(rollouts):
         groups.setdefault(rollout.tokens[: rollout.prompt_length].tobytes(), []).append(index)
@@ -302,7 +294,7 @@ class BenchmarkTotals:
     known_idle_s: float = 0.0
     """Seconds of steps with known engine idleness."""
     used_s: float = 0.0
-    """Engine-capacity seconds: seconds of the steps, weighted by the share in use."""
+    """Seconds of steps, weighted by the share of engine capacity in use."""
     rated_s: float = 0.0
     """Seconds of steps with known capacity use."""
     tokens: int = 0
@@ -310,7 +302,6 @@ class BenchmarkTotals:
     byte_sum: int = 0
 
     def add(self, report: StepReport) -> None:
-        """Add one step; its sync counts only if weights moved to a server."""
         self.steps += 1
         self.step_s += report.step_s
         self.wait_s += report.wait_s
@@ -363,12 +354,9 @@ class BenchmarkTotals:
 
 
 class MfuMeter:
-    """Measures MFU of a step's training part, on a GPU with a known peak."""
+    """MFU of a step's training part, on a GPU with a known peak."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device, ranks: int = 1) -> None:
-        """Args:
-        model: its `requires_grad` flags tell which parameters train.
-        ranks: number of ranks that share the work, each on such a GPU."""
         self._sizes, self._reached, self._trained = dimensions(model), layers_reached(model), None
         # Adapters or upper layers only: count the trained matrices for the FLOPs of weight
         # gradients.
@@ -380,14 +368,13 @@ class MfuMeter:
         self._peak = peak and peak * ranks
 
     def flops(self, lengths: Sequence[int], predicted: int) -> float:
-        """Return the FLOPs of a step over sequences of these lengths, with `predicted` trained
-        tokens."""
+        """FLOPs of a step over sequences of these lengths, with `predicted` trained tokens."""
         return step_flops(
             self._sizes, lengths, predicted, reached=self._reached, trained=self._trained
         )
 
     def measure(self, lengths: Sequence[int], predicted: int, seconds: float) -> float | None:
-        """Return the share of the peak, 0 to 1; None without a known peak."""
+        """Share of the peak, 0 to 1; None without a known peak."""
         return (
             self.flops(lengths, predicted) / seconds / self._peak
             if self._peak and seconds > 0
@@ -410,7 +397,7 @@ def rank_use(world: World, tokens: int, alone_s: float) -> list[RankUse]:
 
 
 def memory_fields() -> dict[str, int | None]:
-    """Fields of a `memory` record, in bytes; GPU fields are None if no GPU is in use."""
+    """Fields of a `memory` record, in bytes; None without a GPU in use."""
     # Without a CUDA context there is nothing to measure.
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     return {
@@ -419,3 +406,81 @@ def memory_fields() -> dict[str, int | None]:
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
         "rss_bytes": psutil.Process().memory_info().rss,
     }
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """End of a run."""
+
+    step: int
+    weight_version: int
+    done: bool  # else the run was stopped, with a checkpoint
+    path: Path | None
+    """final_model/, or the checkpoint of a stop if it had something to save."""
+    reason: str = ""
+    """Reason for an end before the last step."""
+    history: list[dict[str, Any]] = field(default_factory=list)
+    """Fields of the `step` records of this attempt, if `keep_history`."""
+
+
+class Callback(Protocol):
+    """Base class for callbacks; any object with some of these methods works too.
+
+    An exception ends the run: the trainer saves the step, and `train` raises `CallbackError`.
+    `Stopped` stops the run in the normal way.
+    """
+
+    def on_start(self, config: TrainingConfig, step: int) -> None:
+        """The policy is ready; `step` optimizer steps are done."""
+
+    def on_step(self, report: StepReport) -> None:
+        """A step is recorded. A kept report keeps its batch in memory."""
+
+    def on_checkpoint(self, saved: Saved) -> None:
+        """step_N/ or final_model/ is written."""
+
+    def on_end(self, result: TrainResult) -> None:
+        """`train` is about to return `result`; not after an error."""
+
+
+METHODS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+class Callbacks:
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        """Raises:
+        UsageError: a callback is a class, or has none of the methods.
+        """
+        self._callbacks = callbacks
+        for callback in callbacks:
+            if isinstance(callback, type):
+                raise UsageError(
+                    f"callbacks: {callback.__name__} is a class. fix: pass an instance of it"
+                )
+            # A misspelled method would be ignored without a word; an object without any is surely a
+            # mistake.
+            if not any(callable(getattr(callback, method, None)) for method in METHODS):
+                raise UsageError(
+                    f"callbacks: {type(callback).__qualname__} has none of {', '.join(METHODS)}"
+                )
+
+    def tell(self, method: str, *values: Any) -> None:
+        """Call `method` of every callback that has it.
+
+        Raises:
+            CallbackError: a callback raised.
+        """
+        for callback in self._callbacks:
+            call = getattr(callback, method, None)
+            if call is None:
+                continue
+            try:
+                call(*values)
+            # The documented way for a callback to stop the run; it must not become an error.
+            except Stopped:
+                raise
+            except Exception as error:
+                name = f"{type(callback).__qualname__}.{method}"
+                raise CallbackError(
+                    f"the callback {name} raised {type(error).__name__}: {error}"
+                ) from error

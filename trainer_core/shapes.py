@@ -1,10 +1,9 @@
-"""Print a model's config and parameter shapes as one JSON object, for programs that must not import
-torch. The model is built without allocating memory.
+"""Print a model's config and parameter shapes as JSON, for programs that must not import torch.
 
     python -m trainer_core.shapes FOLDER     # FOLDER has a config.json
 
-It uses no network and runs no code from the model's folder. The JSON object has `config`, complete
-with the class's defaults, and `shapes`, with a tied head once; or `error`, a text.
+Uses no network and no code from the folder, and allocates no weights. Prints `config` with defaults
+and `shapes`, or `error`.
 """
 
 from __future__ import annotations
@@ -17,13 +16,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+# For small machines: torch and transformers alone take about 1 GB.
 LEAST_BYTES = 4 << 30
-"""Lower bound of the memory limit in bytes, for small machines: torch and transformers alone take
-about 1 GB."""
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """Build the object that `main` prints."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -40,8 +37,7 @@ def describe(folder: Path) -> dict[str, Any]:
 
 
 def limit_memory() -> None:
-    """Limit this process to half of the machine's memory: a hostile configuration could request all
-    of it."""
+    # Half of the machine's memory: a hostile configuration could request all of it.
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     most = max(total // 2, LEAST_BYTES)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)

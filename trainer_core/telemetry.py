@@ -1,8 +1,4 @@
-"""Telemetry and trackers: `telemetry.jsonl`, one record a line, with this module as its only
-writer; Weights & Biases; TensorBoard.
-
-Each line is flushed at once. A failed write never stops training; it is reported once.
-"""
+"""Telemetry (`telemetry.jsonl`, with this module as its only writer) and trackers."""
 
 from __future__ import annotations
 
@@ -25,13 +21,11 @@ from atropos_common.system.run_dir import ENV_ATTEMPT, ENV_RUN_ID, RunDir
 from trainer_core.config import TrainingConfig
 
 Metrics = dict[str, Any]
-TABLE_ROWS = 64
-"""Completions that trackers collect into one table."""
+TABLE_ROWS = 64  # completions that trackers collect into one table
 
 
 class Telemetry:
-    """Stamps and appends records. `seq` continues from the end of the file, also across
-    attempts."""
+    """Stamps and appends records; `seq` continues across attempts."""
 
     def __init__(self, path: Path, *, run_id: str = "", attempt: int = 1, rank: int = 0) -> None:
         self.path = path
@@ -44,6 +38,7 @@ class Telemetry:
         self._file: TextIO | None = None
         self._warned = False
 
+    # A failed write never stops training; it is reported once.
     def write(self, kind: type[TrainerRecord], step: int, **fields: Any) -> None:
         """Append one record of `kind` for optimizer step `step`."""
         try:
@@ -98,8 +93,7 @@ def open_telemetry(save_path: str, rank: int) -> Telemetry:
 
 
 def numbers_of(record: TrainerRecord) -> Metrics:
-    """Return every number of a record as KIND/FIELD, and those of a table in it as
-    KIND/FIELD/KEY."""
+    """Every number of a record as KIND/FIELD, and of a table in it as KIND/FIELD/KEY."""
     found: Metrics = {}
     for name, value in record.model_dump(exclude=set(TrainerRecord.model_fields)).items():
         inner = (
@@ -116,8 +110,7 @@ def numbers_of(record: TrainerRecord) -> Metrics:
 
 
 class Wandb:
-    """A Weights & Biases run. All attempts continue the same one, named by WANDB_RUN_ID (the
-    cockpit sets it)."""
+    """A Weights & Biases run, shared by all attempts (WANDB_RUN_ID)."""
 
     def __init__(self, config: TrainingConfig) -> None:
         import wandb
@@ -150,8 +143,7 @@ class Wandb:
 
 
 class TensorBoard:
-    """TensorBoard event files for `tensorboard --logdir`: one folder, one file an attempt. Repeated
-    steps replace those of earlier attempts."""
+    """TensorBoard event files: one folder, one file an attempt."""
 
     def __init__(self, config: TrainingConfig, first_step: int) -> None:
         try:
@@ -203,7 +195,7 @@ class Environments:
         return sorted(self._run.root.glob("eval.*.jsonl")) if self._run else []
 
     def news(self) -> Metrics:
-        """Return metrics since the last call: eval/ENV/SPLIT and env/ENV/METRIC."""
+        """Metrics since the last call: eval/ENV/SPLIT and env/ENV/METRIC."""
         found: Metrics = {}
         for path in self._files():
             for record in self._tails.setdefault(path, RecordTail(path)).read():
@@ -217,9 +209,7 @@ class Environments:
 
 
 class Trackers:
-    """The configured trackers. They get the guides' metric names, every number of telemetry, the
-    environments' metrics, and completions. A tracker that fails is reported and dropped; training
-    goes on."""
+    """The configured trackers. One that fails is reported and dropped; training goes on."""
 
     def __init__(self, config: TrainingConfig, first_step: int = 1) -> None:
         self._backends: dict[str, Wandb | TensorBoard] = {}
@@ -241,8 +231,7 @@ class Trackers:
             self._numbers |= numbers_of(record)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Log one step's metrics and everything collected since the last call; None values are left
-        out."""
+        """Log one step's metrics and everything collected since the last call."""
         known = {name: value for name, value in metrics.items() if value is not None}
         known = self._numbers | known | self._environments.news()
         self._numbers = {}

@@ -36,7 +36,7 @@ from atropos_common.models.model_math import Dimensions, step_flops
 from benchmarks.support.checks import Checks
 from benchmarks.support.shapes import SHAPES, build, model_config
 from benchmarks.trainer_step import PEAK_FLOPS
-from trainer_core.checkpoints import checkpoint
+from trainer_core.checkpoints import checkpoint, state
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
 from trainer_core.optimization.optimizers import Stepper, for_device
@@ -94,7 +94,7 @@ class Trainer:
         self.load_s = time.perf_counter() - began
         self.stepper = Stepper(self.model, self.config, world)
         if job.resume:
-            checkpoint.restore(Path(job.resume), self.stepper)
+            state.restore(Path(job.resume), self.stepper)
         use_attention(self.model, self.config.attention_kernel)
         compiled = compiles(self.model, self.config.compile, device)
         use_checkpointing(

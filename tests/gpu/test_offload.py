@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.support.made_rollouts import rollouts_of
-from trainer_core.checkpoints.checkpoint import split_tensors
+from trainer_core.checkpoints.state import split_tensors
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
 from trainer_core.optimization.optimizers import Stepper, round_stochastically, salt

@@ -34,9 +34,8 @@ from trainer_core import (
     train,
 )
 from trainer_core.__main__ import main
-from trainer_core.callbacks import Callback
 from trainer_core.checkpoints.checkpoint import Saved
-from trainer_core.report import StepReport
+from trainer_core.report import Callback, StepReport
 from trainer_core.rollouts.recorded import RecordedRollouts, Recorder
 
 

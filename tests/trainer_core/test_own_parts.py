@@ -11,9 +11,9 @@ import pytest
 from tests.trainer_core.offline_runs import STEPS, group_of, offline_config, write_lines
 from trainer_core import TrainingConfig, UsageError, train
 from trainer_core.__main__ import main
-from trainer_core.callbacks import METHODS, Callbacks
-from trainer_core.foreign_names import FOREIGN
+from trainer_core.errors import FOREIGN
 from trainer_core.objective.registry import objective_hint
+from trainer_core.report import METHODS, Callbacks
 
 Groups = list[dict[str, Any]]
 BATCHES: list[Groups] = [[group_of(2 * i), group_of(2 * i + 1)] for i in range(STEPS)]

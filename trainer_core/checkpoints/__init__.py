@@ -1,1 +1,1 @@
-"""Checkpoints: what they hold, how they are written, resumed and resharded."""
+"""Checkpoints of a run."""

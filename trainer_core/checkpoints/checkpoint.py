@@ -1,44 +1,38 @@
 """Checkpoints: a model folder that plain transformers loads, plus the state for an exact resume.
 
-    save_path/step_N/          model.safetensors, config.json, tokenizer;
-                               trainer_state/tensors.safetensors: optimizer, master weights, random
-                               generators (in a folder, since vLLM takes every *.safetensors beside
-                               config.json for weights);
+    save_path/step_N/          model.safetensors, config.json, tokenizer
+                               trainer_state/tensors.safetensors, tensors-R-of-N.safetensors: ranks
                                trainer_state.json: step, weight version and other plain values
-    save_path/adapter_step_N/  for adapters: adapter_model.safetensors and adapter_config.json (peft
-                               and vLLM) instead of the model; the same trainer state; with
-                               `ref_kl_coef` also reference/, the adapter that the run started from
-    save_path/final_model/     model or adapter without optimizer state; with `lora_merged_export`
-                               the whole model, and final_adapter/ beside it
+    save_path/adapter_step_N/  adapter_model.safetensors and adapter_config.json instead of the
+    model;
+                               with `ref_kl_coef` reference/, the adapter at the run's start
+    save_path/final_model/     model or adapter without optimizer state
+    save_path/final_adapter/   with `lora_merged_export`, beside the whole model
 
-With several ranks, each rank writes its rows of the state to
-trainer_state/tensors-R-of-N.safetensors and rank 0 writes everything else. Another number of ranks
-can resume (`resharding.py`).
-
-A checkpoint is written under a temporary name, flushed to the disk and renamed, so a folder with
-its final name is complete even after a crash. `trainer_state.json` holds a checksum of each file
-and of itself; a resume skips damaged checkpoints. torch is imported only where tensors are used:
-the starting point is found before torch is loaded.
+A folder with its final name is complete even after a crash: it is written under a temporary name,
+flushed and renamed. A resume skips damaged checkpoints.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-import random
+import os
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from atropos_common.protocol.bridge import ADAPTER_CONFIG
 from atropos_common.system.files import read_regular
-from trainer_core.checkpoints.durable import damage, seal, sync, why_full
+from trainer_core.checkpoints.state import STATE_JSON, on_all, state_file, state_of, write_state
 from trainer_core.config import TrainingConfig, flag
 from trainer_core.errors import UsageError
 
@@ -49,46 +43,38 @@ if TYPE_CHECKING:
     from trainer_core.policy.reference import Reference
     from trainer_core.ranks.world import World
 
-T = TypeVar("T")
-
-STATE_JSON = "trainer_state.json"
-STATE_TENSORS = "trainer_state/tensors.safetensors"
-_OF_RANKS = re.compile(r"tensors-(\d+)-of-\d+\.safetensors")
-_TENSOR, _ITEMS = "$tensor", "$items"
-"""Keys that stand for a tensor and for a dict in `trainer_state.json`."""
+PART_BYTES = 1 << 28
+_READ_BYTES = 1 << 22
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# Sections of `TrainingConfig` that decide what a run trains, but for the settings below.
 TRAINED_SECTIONS = ("Essential", "Objective", "Optimizer", "LoRA")
-"""Sections of `TrainingConfig` whose settings decide what a run trains."""
 NOT_TRAINED = {
     "weight_bridge_mode",
     "checkpoint_in_background",
     "checkpoint_interval",
     "optimizer_offload",
 }
-"""Settings of these sections that do not affect training."""
 _STEP = re.compile(r"(adapter_)?step_(\d+)")
+# Folders of interrupted writes.
 _WRITING, _OLD = re.compile(r"\.(.+)\.writing"), re.compile(r"\.(.+)\.old")
-"""Folders left by interrupted writes."""
 
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """Start of a run: optimizer steps done, weight version, and the checkpoint (None: the base
-    model)."""
-
     step: int = 0
     version: int = 0
     path: Path | None = None
+    # State of the stop conditions, the updates and the batch source.
     progress: dict[str, Any] = field(default_factory=dict)
-    """State of the stop conditions, the updates and the batch source."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """`trained_settings` of the run that wrote the checkpoint."""
+    """`trained_settings` of the run that wrote it."""
     exact: bool = True
-    """True if the checkpoint also holds the optimizer state."""
+    """The checkpoint has the optimizer state."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A written checkpoint: folder, duration in seconds and size."""
+    """A written checkpoint."""
 
     path: Path
     seconds: float
@@ -96,15 +82,14 @@ class Saved:
 
 
 def complete_checkpoints(save_path: Path, adapters: bool = False) -> list[Path]:
-    """Return the complete step_N/ (or adapter_step_N/) folders in `save_path`, oldest first."""
+    """Return the undamaged step_N/ (or adapter_step_N/) folders, oldest first."""
     return [
         path for path in _numbered(save_path, adapters) if _why_damaged(path, deep=False) is None
     ]
 
 
 def starting_point(config: TrainingConfig) -> StartingPoint:
-    """Find the checkpoint for `resume`. `auto` skips damaged ones with a warning, and continues
-    from the final model (without optimizer state) if the run ended after its last checkpoint.
+    """Find the checkpoint for `resume`; `auto` skips damaged ones with a warning.
 
     Raises:
         UsageError: the named checkpoint is missing or damaged, or `save_path` is not writable.
@@ -119,6 +104,7 @@ def starting_point(config: TrainingConfig) -> StartingPoint:
     numbered = [
         (_step_of(path), True, path) for path in _numbered(save_path, config.trains_adapters)
     ]
+    # A final model has no optimizer state; it is newest if a run ended after its last checkpoint.
     # Highest step first. At equal steps the numbered checkpoint wins: True sorts after False.
     for _, exact, path in sorted(
         [*numbered, *_ends(save_path, config.trains_adapters)], reverse=True
@@ -131,7 +117,7 @@ def starting_point(config: TrainingConfig) -> StartingPoint:
 
 
 def _require_writable(save_path: Path) -> None:
-    """Write a file now: failing at the first checkpoint would lose the steps before it."""
+    # Fail now: at the first checkpoint the steps before it would be lost.
     try:
         save_path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=save_path).close()
@@ -147,8 +133,7 @@ def _require_writable(save_path: Path) -> None:
 
 
 def _ends(save_path: Path, adapters: bool) -> Iterator[tuple[int, bool, Path]]:
-    """Yield the final model or adapter of an earlier attempt: its step, False (not exact), its
-    path."""
+    """Yield step, False (not exact) and path of an earlier attempt's final model or adapter."""
     for path in (save_path / "final_adapter", save_path / "final_model"):
         whole = _why_damaged(path, deep=False, exact=False) is None
         if whole and (path / ADAPTER_CONFIG).is_file() == adapters:
@@ -188,19 +173,13 @@ def _point(path: Path, config: TrainingConfig, *, exact: bool = True) -> Startin
 
 
 FACTS: dict[str, type] = {"step": int, "weight_version": int, "files": dict, "sha256": str}
-"""Fields of every `trainer_state.json`, with their types."""
+"""Fields of every `trainer_state.json`."""
 EXACT_FACTS: dict[str, type] = {"state": dict}
-"""More fields that an exact resume needs."""
+"""Further fields for an exact resume."""
 OPTIONAL_FACTS: dict[str, type] = {"progress": dict, "settings": dict}
 
 
 def _read_facts(path: Path) -> dict[str, Any]:
-    """Read a checkpoint's `trainer_state.json`.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is not a JSON object.
-    """
     try:
         facts = json.loads(read_regular(path / STATE_JSON, unlinked=0))
     except RecursionError:
@@ -211,8 +190,7 @@ def _read_facts(path: Path) -> dict[str, Any]:
 
 
 def _why_damaged(path: Path, *, deep: bool, exact: bool = True) -> str | None:
-    """Return the reason why `path` cannot be resumed; None if it can. `exact`: with optimizer
-    state."""
+    """Return the reason why `path` cannot be resumed; None if it can."""
     needed = FACTS | (EXACT_FACTS if exact else {})
     try:
         facts = _read_facts(path)
@@ -245,8 +223,6 @@ def _facts_digest(facts: dict[str, Any]) -> str:
 
 
 def _clear_interrupted(save_path: Path) -> None:
-    """Remove folders of interrupted writes; restore an older folder that a write had moved
-    aside."""
     for path in save_path.iterdir() if save_path.is_dir() else ():
         # `replace_folder` was interrupted between its two renames: put the older folder back.
         if match := _OLD.fullmatch(path.name):
@@ -259,7 +235,7 @@ def _clear_interrupted(save_path: Path) -> None:
 
 
 def describe(point: StartingPoint, config: TrainingConfig) -> str:
-    """Describe in one line where the run starts and why; a second line lists changed settings."""
+    """Describe where the run starts; a second line lists changed settings."""
     save_path = Path(config.save_path)
     if point.path is not None:
         optimizer = (
@@ -285,7 +261,7 @@ def describe(point: StartingPoint, config: TrainingConfig) -> str:
 
 
 def trained_settings(config: TrainingConfig) -> dict[str, Any]:
-    """Return the settings that decide what a run trains, as JSON values."""
+    """Return the settings that decide what a run trains."""
     section, found = "", {"dtype", "head_dtype"}
     for name in TrainingConfig.model_fields:
         section = TrainingConfig.SECTIONS.get(name, section)
@@ -326,15 +302,12 @@ def save(
     """Write a checkpoint to `target`, all ranks together; without `stepper` only the model.
 
     Args:
-        model: needed on rank 0, and on all ranks if it is sharded.
-        merged: `model` is a whole model with the adapters merged in.
-        reference: its frozen adapter goes into the checkpoint (`ref_kl_coef`).
-        wait_for_room: called on rank 0 when the disk is full, with the folder and the system's
-            message, after the partial checkpoint is removed; then the write is repeated. Without it
-            the error is raised.
+        model: needed on rank 0, and on all ranks if it is sharded. merged: `model` has the adapters
+        merged in. reference: its frozen adapter goes into the checkpoint. wait_for_room: called on
+        rank 0 with folder and message when the disk is full, before a retry.
 
     Raises:
-        OSError: the checkpoint cannot be written or read back; the partial folder is removed.
+        OSError: the checkpoint cannot be written; the partial folder is removed.
     """
     from trainer_core.policy.sharding import weights
     from trainer_core.ranks.world import ALONE
@@ -371,28 +344,12 @@ def save(
 
 
 def written_in(target: Path) -> Path:
-    """Temporary folder for writing the checkpoint `target`."""
     return target.with_name(f".{target.name}.writing")
 
 
 def begin(aside: Path) -> None:
-    """Create an empty folder to write in."""
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-
-
-def on_all(world: World, work: Callable[[], T]) -> T:
-    """Like `World.together`, with safetensors' errors as OSError: they concern the disk or a
-    file."""
-    from safetensors import SafetensorError
-
-    def plain() -> T:
-        try:
-            return work()
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
-
-    return world.together(plain)
 
 
 def _write(
@@ -417,15 +374,6 @@ def _write(
     return _save_state(aside / state_file(world), stepper)
 
 
-def state_file(world: World) -> str:
-    """Path of this rank's state inside a checkpoint."""
-    return (
-        STATE_TENSORS
-        if world.size == 1
-        else f"trainer_state/tensors-{world.rank}-of-{world.size}.safetensors"
-    )
-
-
 def kept_of(stepper: Stepper | None, progress: dict[str, Any], state: Any) -> dict[str, Any]:
     """Return the part of `trainer_state.json` that only a resume needs."""
     exact = (
@@ -437,11 +385,10 @@ def kept_of(stepper: Stepper | None, progress: dict[str, Any], state: Any) -> di
 def complete(
     config: TrainingConfig, aside: Path, step: int, version: int, kept: dict[str, Any]
 ) -> None:
-    """Flush the whole folder to the disk; `trainer_state.json`, which marks it complete, comes
-    last.
+    """Flush the folder to the disk, `trainer_state.json` last: it marks the folder complete.
 
     Args:
-        kept: the JSON part of an exact resume (`kept_of`); no state if only the model is kept.
+        kept: result of `kept_of`.
     """
     facts = {"step": step, "weight_version": version, "settings": trained_settings(config)} | kept
     facts["files"] = seal(aside)
@@ -466,8 +413,7 @@ def save_step(
     wait_for_room: Callable[[Path, str], None] | None = None,
     world: World | None = None,
 ) -> Saved:
-    """Write step_N/ or adapter_step_N/, then apply `keep_checkpoints`; damaged checkpoints do not
-    count."""
+    """Write step_N/ or adapter_step_N/, then apply `keep_checkpoints`."""
     saved = save(
         model,
         config,
@@ -487,12 +433,11 @@ def save_step(
 
 
 def step_folder(config: TrainingConfig, step: int) -> Path:
-    """Folder for the checkpoint of `step`."""
     return Path(config.save_path) / f"{'adapter_' if config.trains_adapters else ''}step_{step}"
 
 
 def drop_old(config: TrainingConfig) -> None:
-    """Remove the checkpoints that exceed `keep_checkpoints`."""
+    """Remove undamaged checkpoints that exceed `keep_checkpoints`."""
     if config.keep_checkpoints:
         for old in complete_checkpoints(Path(config.save_path), config.trains_adapters)[
             : -config.keep_checkpoints
@@ -510,7 +455,7 @@ def save_final(
     wait_for_room: Callable[[Path, str], None] | None = None,
     world: World | None = None,
 ) -> Saved:
-    """Write final_model/; with `lora_merged_export` first the adapter as final_adapter/."""
+    """Write final_model/; with `lora_merged_export` first final_adapter/."""
 
     def write(what: torch.nn.Module | None, name: str, *, merged: bool = False) -> Saved:
         return save(
@@ -537,87 +482,9 @@ def save_final(
     return write(merged, "final_model", merged=True)
 
 
-def restore(path: Path, stepper: Stepper) -> None:
-    """Restore optimizer, master weights and random generators on each rank; the weight strategy
-    loads the weights."""
-    on_all(stepper.world, lambda: _restore(path, stepper))
-
-
-def _restore(path: Path, stepper: Stepper) -> None:
-    import numpy as np
-    import torch
-
-    state = _saved_state(path, stepper)
-    stepper.load_state_dict(state["stepper"])
-
-    torch.set_rng_state(state["torch_rng"])
-    if state["cuda_rng"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda_rng"])
-    # JSON turned tuples into lists, and `setstate` accepts only tuples.
-    random.setstate(_tuples(json.loads(state["python_rng"])))
-    name, keys, *rest = json.loads(state["numpy_rng"])
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-
-
-def _saved_state(path: Path, stepper: Stepper) -> dict[str, Any]:
-    """Load this rank's state: its own file, or its rows of what another number of ranks wrote.
-
-    Raises:
-        UsageError: the state belongs to another number of tensor-parallel parts or another dtype.
-    """
-    from safetensors import safe_open
-    from safetensors.torch import load_file
-
-    from trainer_core.checkpoints.resharding import SavedTensor, cut
-
-    facts = json.loads((path / STATE_JSON).read_text())
-    if (parts := facts.get("parts", 1)) != stepper.parts:
-        raise UsageError(
-            f"--resume {path}: its optimizer state belongs to a policy in {parts} parts, and "
-            f"this run has "
-            f"{stepper.parts}. fix: continue with single copy and vllm.tensor_parallel = "
-            f"{parts}, or start from its "
-            f"weights alone with --model-name {path} --resume never"
-        )
-    # bfloat16 and float16 state can be exchanged; float32 weights have no master weights at all.
-    was = facts.get("dtype", stepper.dtype)
-    if was != stepper.dtype and "float32" in (was, stepper.dtype):
-        raise UsageError(
-            f"--resume {path}: its optimizer state belongs to {was} weights, and this run "
-            f"trains {stepper.dtype}. fix: "
-            f"resume with --dtype {was}, or start from its weights alone with --model-name "
-            f"{path} --resume never"
-        )
-    plain = facts["state"]
-    # Numbers, not names, give the order: tensors-10 sorts before tensors-2.
-    found = [
-        (int(m[1]), file)
-        for file in (path / STATE_TENSORS).parent.iterdir()
-        if (m := _OF_RANKS.match(file.name))
-    ]
-    files = [file for _, file in sorted(found)] or [path / STATE_TENSORS]
-    world = stepper.world
-    # Same number of ranks: each rank reads exactly its own file.
-    if len(files) == world.size:
-        mine = files[world.rank]
-        if world.rank:
-            plain = json.loads(safe_open(mine, "pt").metadata()["state"])
-        return cast(dict[str, Any], join_tensors(plain, load_file(mine)))
-    # Another number of ranks: tensors are opened lazily, and `cut` reads only this rank's rows.
-    handles = [safe_open(file, "pt") for file in files]
-    state = join_tensors(plain, {name: SavedTensor(name, handles) for name in handles[0].keys()})  # noqa: SIM118
-    # Generators are not row-wise: every rank takes rank 0's.
-    return state | {
-        "stepper": cut(state["stepper"], stepper.rows, stepper.halves),
-        "torch_rng": state["torch_rng"].whole(),
-        "cuda_rng": [part.whole() for part in state["cuda_rng"]],
-    }
-
-
 def write_model(
     model: torch.nn.Module, tensors: dict[str, torch.Tensor], config: TrainingConfig, target: Path
 ) -> None:
-    """Write weights, config and tokenizer, so that the folder loads as a model."""
     from huggingface_hub import save_torch_state_dict
 
     save_torch_state_dict(tensors, target)
@@ -629,37 +496,6 @@ def _save_state(path: Path, stepper: Stepper) -> Any:
     plain, tensors = state_of(stepper)
     write_state(path, plain, tensors, stepper.world)
     return plain
-
-
-def write_state(path: Path, plain: Any, tensors: dict[str, torch.Tensor], world: World) -> None:
-    """Write the result of `state_of` as this rank's file."""
-    from safetensors.torch import save_file
-
-    path.parent.mkdir(exist_ok=True)
-    # Rank 0's plain state is in trainer_state.json; the others carry theirs in the file's metadata.
-    save_file(tensors, path, metadata={"state": json.dumps(plain)} if world.rank else None)
-
-
-def state_of(stepper: Stepper) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Collect the state for an exact resume, except weights: JSON values, and copies of the
-    tensors."""
-    import numpy as np
-    import torch
-
-    name, keys, *rest = np.random.get_state(legacy=True)
-    state = {
-        "stepper": stepper.state_dict(),
-        "torch_rng": torch.get_rng_state(),
-        "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        # As a string: 625 numbers would fill as many lines of the indented JSON.
-        "python_rng": json.dumps(random.getstate()),
-        "numpy_rng": json.dumps([name, np.asarray(keys).tolist(), *rest]),
-    }
-    return split_tensors(state)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _save_companions(model_name: str, target: Path) -> None:
@@ -677,8 +513,7 @@ def _save_companions(model_name: str, target: Path) -> None:
 
 
 def replace_folder(target: Path, aside: Path) -> int:
-    """Move the complete folder to its final name, remove an older one last; return its size in
-    bytes."""
+    """Move the complete folder to its final name; return its size in bytes."""
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     # Two renames instead of a deletion first: at every moment one complete folder exists.
@@ -690,55 +525,91 @@ def replace_folder(target: Path, aside: Path) -> int:
     return sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
 
 
-def split_tensors(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Replace the tensors of a tree by names; return the tree, and the tensors by name, on the CPU
-    and contiguous.
+class Sealed(TypedDict):
+    bytes: int
+    sha256: str
+    """Hexadecimal, over the SHA-256 digests of parts of `PART_BYTES`."""
 
-    Tensors that share memory (such as the tables of 8-bit optimizers) are kept once. Dict keys may
-    have any JSON type.
+
+def seal(folder: Path) -> dict[str, Sealed]:
+    """Flush all files below `folder` to the disk and return their seals by relative path.
 
     Raises:
-        TypeError: a value that JSON cannot hold.
+        OSError: the disk does not take them.
     """
-    import torch
-
-    tensors: dict[str, torch.Tensor] = {}
-    names: dict[Any, str] = {}
-
-    def name(value: torch.Tensor, path: str) -> str:
-        # Same memory, shape and strides: one tensor. Empty tensors share pointers, so they use the
-        # path.
-        key = (
-            (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
-            if value.numel()
-            else path
-        )
-        if key not in names:
-            names[key] = path
-            tensors[path] = value.detach().to("cpu", copy=True).contiguous()
-        return names[key]
-
-    def walk(value: Any, path: str) -> Any:
-        if isinstance(value, torch.Tensor):
-            return {_TENSOR: name(value, path)}
-        if isinstance(value, dict):
-            # As pairs: JSON would turn keys that are integers into strings.
-            return {_ITEMS: [[key, walk(item, f"{path}/{key}")] for key, item in value.items()]}
-        if isinstance(value, (list, tuple)):
-            return [walk(item, f"{path}/{i}") for i, item in enumerate(value)]
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        raise TypeError(f"{path}: {type(value).__name__} cannot be kept in a checkpoint")
-
-    return walk(tree, "state"), tensors
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    sums = checksums(paths)
+    # Folders come after files: an entry must not reach the disk before the content it names.
+    for path in [*paths, *(path for path in folder.rglob("*") if path.is_dir()), folder]:
+        sync(path)
+    return {
+        path.relative_to(folder).as_posix(): Sealed(bytes=path.stat().st_size, sha256=sums[path])
+        for path in paths
+    }
 
 
-def join_tensors(plain: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Rebuild the tree; tuples come back as lists."""
-    if isinstance(plain, list):
-        return [join_tensors(item, tensors) for item in plain]
-    if not isinstance(plain, dict):
-        return plain
-    if _TENSOR in plain:
-        return tensors[plain[_TENSOR]]
-    return {key: join_tensors(item, tensors) for key, item in plain[_ITEMS]}
+def damage(folder: Path, files: dict[str, Sealed], *, deep: bool = True) -> str | None:
+    """Describe what differs from the seals in `folder`; None if nothing does.
+
+    Args:
+        deep: compare checksums, besides existence and size.
+    """
+    for name, sealed in files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as error:
+            return f"{name} is missing ({error.strerror})"
+        if size != sealed["bytes"]:
+            return f"{name} has {size:,} bytes, and {sealed['bytes']:,} were written"
+    if not deep:
+        return None
+    try:
+        sums = checksums([folder / name for name in files])
+    except OSError as error:
+        return f"{error.filename} cannot be read ({error.strerror})"
+    changed = [name for name, sealed in files.items() if sums[folder / name] != sealed["sha256"]]
+    return f"the content of {', '.join(changed)} is not what was written" if changed else None
+
+
+def checksums(paths: Iterable[Path]) -> dict[Path, str]:
+    paths = list(paths)
+    # max(..., 1): an empty file has one empty part, so it gets a checksum too.
+    parts = [
+        (path, start)
+        for path in paths
+        for start in range(0, max(path.stat().st_size, 1), PART_BYTES)
+    ]
+    # Threads suffice: hashlib releases the GIL for large buffers.
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        digests = list(pool.map(lambda part: _part_digest(*part), parts))
+    whole = {path: hashlib.sha256() for path in paths}
+    for (path, _), digest in zip(parts, digests, strict=True):
+        whole[path].update(digest)
+    return {path: each.hexdigest() for path, each in whole.items()}
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def why_full(error: BaseException) -> str | None:
+    """Return the system's message if `error` means a full disk or quota, else None."""
+    # safetensors repeats the message in an error of its own, without the errno, so words are
+    # compared.
+    return next((words for words in map(os.strerror, _FULL) if words in str(error)), None)
+
+
+def _part_digest(path: Path, start: int) -> bytes:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        file.seek(start)
+        left = PART_BYTES
+        while left and (chunk := file.read(min(left, _READ_BYTES))):
+            digest.update(chunk)
+            left -= len(chunk)
+    return digest.digest()

@@ -1,16 +1,7 @@
-"""Schedule of a run's checkpoints, and its behaviour on a full disk.
+"""Schedule of a run's checkpoints, background writes, and behaviour on a full disk.
 
-    saver = Saver(config, model, stepper, world, saved_step=..., stop=..., progress=..., record=...)
-    saver.save_if_due(step, version)    # after each step; all ranks together
-    saver.save(step, version)
-    saver.save_final(step, version)
-
-With `checkpoint_in_background` training continues during the write: a step waits only for the copy
-into host memory (`BackgroundSave`). The write is as safe as `checkpoint.save`: temporary name,
-flush, rename; the previous checkpoint stays whole if the process or the machine dies. The writing
-threads of several ranks communicate only through files in the checkpoint's folder, since training
-uses the world's connections at the same time. Each rank marks its files as written, and rank 0
-completes the folder once it has all marks.
+saver = Saver(config, model, stepper, world, saved_step=..., stop=..., progress=..., record=...)
+saver.save_if_due(step, version)    # after each step; all ranks together
 """
 
 from __future__ import annotations
@@ -27,7 +18,8 @@ from typing import Any, cast
 import torch
 
 from trainer_core.checkpoints import checkpoint
-from trainer_core.checkpoints.durable import why_full
+from trainer_core.checkpoints.checkpoint import why_full
+from trainer_core.checkpoints.state import state_file, state_of, write_state
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import DiskFull
 from trainer_core.optimization.optimizers import Stepper
@@ -35,14 +27,13 @@ from trainer_core.policy.reference import Reference
 from trainer_core.policy.sharding import weights
 from trainer_core.ranks.world import World
 
+# Files by which writing threads of ranks communicate: training uses the connections. Writing the
+# second may fail on a full disk; `finish` then learns of the failure.
 WRITTEN, FAILED = ".written-by-{}", ".failed-by-{}"
-"""Marks that a rank leaves when it has finished. Writing the second may fail too, as on a full
-disk; `finish` then learns of the failure."""
 POLL_S = 0.05
+# A retry comes at once after this much new space, else after a minute: a quota shows no free space.
 FULL_DISK_RETRY_S = 60.0
-"""Longest time in seconds before a checkpoint is retried on a full disk."""
 MORE_SPACE = 1 << 20
-"""Bytes of newly free space after which a checkpoint is retried at once."""
 
 
 class Saver:
@@ -61,9 +52,6 @@ class Saver:
         record: Callable[[checkpoint.Saved, int], None],
         reference: Reference | None = None,
     ) -> None:
-        """Args:
-        saved_step: the step from which a later attempt would start now.
-        progress: returns the state that a checkpoint keeps besides weights and optimizer."""
         self.saved_step = saved_step
         """Latest step with a checkpoint."""
         self._config, self._model, self._stepper, self._world = config, model, stepper, world
@@ -101,8 +89,7 @@ class Saver:
         return time.perf_counter() - began
 
     def finish(self, step: int, version: int) -> None:
-        """Wait for a checkpoint that is being written. If the disk was full, save the current
-        `step` instead, which waits for space."""
+        """Wait for a background write; after a full disk save `step` instead."""
         if self._saving is None:
             return
         # Cleared first: an error below must not leave the failed write behind.
@@ -117,7 +104,6 @@ class Saver:
         self._remember(saved, saving.step)
 
     def save(self, step: int, version: int) -> checkpoint.Saved:
-        """Write step_N/ of the current step."""
         saved = checkpoint.save_step(
             self._model,
             self._config,
@@ -133,7 +119,6 @@ class Saver:
         return saved
 
     def save_final(self, step: int, version: int) -> checkpoint.Saved:
-        """Write final_model/."""
         saved = checkpoint.save_final(
             self._model,
             self._config,
@@ -151,8 +136,7 @@ class Saver:
         self._world.share(lambda: self._record(saved, step))
 
     def wait_for_room(self, step: int, folder: Path, words: str) -> None:
-        """Pause until a full disk has more space, or a minute has passed: the free space does not
-        show a quota.
+        """Pause until a full disk has more space, or a minute has passed.
 
         Raises:
             DiskFull: the run is stopping, so it cannot wait.
@@ -173,7 +157,7 @@ class Saver:
 
 
 class BackgroundSave:
-    """Background write of one step's checkpoint of a whole model; one object on each rank."""
+    """Background write of one step's checkpoint; one object on each rank."""
 
     def __init__(
         self,
@@ -190,7 +174,7 @@ class BackgroundSave:
         began = time.perf_counter()
         self.step, self._began, self._config, self._world = step, began, config, world
         self._model, self._tensors = model, weights(model)
-        self._plain, self._state = checkpoint.state_of(stepper)
+        self._plain, self._state = state_of(stepper)
         self._kept = checkpoint.kept_of(stepper, progress, self._plain)
         self._version = version
         self._error: OSError | None = None
@@ -204,7 +188,6 @@ class BackgroundSave:
         self._thread.start()
 
     def over(self) -> bool:
-        """Return True if this rank's thread has ended."""
         return not self._thread.is_alive()
 
     def finish(self) -> checkpoint.Saved:
@@ -241,9 +224,7 @@ class BackgroundSave:
         self._tensors, self._state = {}, {}  # free gigabytes of host memory
 
     def _write(self) -> None:
-        checkpoint.write_state(
-            self._aside / checkpoint.state_file(self._world), self._plain, self._state, self._world
-        )
+        write_state(self._aside / state_file(self._world), self._plain, self._state, self._world)
         if self._world.rank:
             return
         checkpoint.write_model(self._model, self._tensors, self._config, self._aside)
@@ -256,7 +237,6 @@ class BackgroundSave:
         self._saved = checkpoint.Saved(self._target, time.perf_counter() - self._began, size)
 
     def _written(self, rank: int) -> bool:
-        """Wait for another rank's mark; False if that rank failed."""
         written, failed = self._mark(WRITTEN, rank), self._mark(FAILED, rank)
         # A rank that dies leaves no mark, but then rank_group.py ends this process too.
         while not self._peer_failed:

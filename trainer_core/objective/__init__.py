@@ -1,1 +1,1 @@
-"""Losses, and the comparison of trainer and engine logprobs: pure functions that return sums."""
+"""Objectives and alignment."""

@@ -1,8 +1,6 @@
-"""Alignment of trainer and engine: sums, comparison and verdict on their logprobs. Pure, without
-torch.
+"""Alignment of trainer and engine: sums, comparison and verdict on their logprobs. Without torch.
 
-There are two comparisons. Rollout tokens include policy lag; the probe compares both sides at the
-same weights. The verdict uses the probe first.
+Rollout tokens include policy lag; the probe compares at the same weights, and counts first.
 """
 
 from __future__ import annotations
@@ -29,20 +27,18 @@ Verdict = Literal["ok", "drift", "mismatch"]
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Bounds on mean |trainer - inference| in nats: ok up to `ok`, mismatch from `mismatch` on,
-    drift between."""
+    """Bounds on mean |trainer - inference| in nats; drift lies between them."""
 
     ok: float
     mismatch: float
     half: bool = False
-    """Half precision, whose rounding is large for rare tokens."""
     follows: bool = False
-    """`ok` is a default: raise it to fit the first probe, before anything is trained."""
+    """`ok` is a default, which the first probe may raise."""
 
     def after(self, first: float) -> Thresholds:
-        """Bounds after a first probe that is ok and differs by `first` nats on average. That
-        difference is rounding: deep models have more of it, and training changes it from step to
-        step."""
+        """Bounds after a first probe that differs by `first` nats on average."""
+        # That difference is rounding: deep models have more of it, and it changes from step to
+        # step.
         if not self.follows:
             return self
         return replace(
@@ -52,8 +48,7 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class DiffSums:
-    """Sums over tokens of trainer and server logprobs; differences are trainer minus inference, in
-    nats."""
+    """Sums over tokens of logprobs, and of trainer minus inference, in nats."""
 
     tokens: int = 0
     diff: float = 0.0
@@ -73,7 +68,6 @@ class DiffSums:
         )
 
     def mean(self, total: float) -> float | None:
-        """`total` per token; None without tokens."""
         return total / self.tokens if self.tokens else None
 
     @property
@@ -88,9 +82,9 @@ class ProbeDiffs:
     fresh: DiffSums
     cached: DiffSums
     cached_tokens: int | None = None
-    """Prompt tokens served from the prefix cache; None if the server does not report it."""
+    """Prompt tokens from the prefix cache; None if unknown."""
     anchor: DiffSums | None = None
-    """The likeliest answer to one fixed prompt, fresh: with stale weights it never changes."""
+    """The likeliest answer to one fixed prompt."""
 
     @property
     def both(self) -> DiffSums:
@@ -99,8 +93,6 @@ class ProbeDiffs:
 
 @dataclass(frozen=True)
 class Alignment:
-    """Verdict, with its cause if it is not ok."""
-
     verdict: Verdict
     cause: str = ""
     """One of `ALIGNMENT_CAUSES`, a colon, and the evidence."""
@@ -111,7 +103,6 @@ class Alignment:
 
 
 def diff_sums(train: Sequence[float], inference: Sequence[float]) -> DiffSums:
-    """Sums over T tokens of two lists of logprobs."""
     diffs = [a - b for a, b in zip(train, inference, strict=True)]
     largest = reduce(_max, map(abs, diffs), 0.0)
     return DiffSums(
@@ -120,7 +111,7 @@ def diff_sums(train: Sequence[float], inference: Sequence[float]) -> DiffSums:
 
 
 def thresholds(dtype: str, ok: float | None = None, mismatch: float | None = None) -> Thresholds:
-    """Bounds for weights of `dtype` (torch's name); `ok` and `mismatch` override the defaults."""
+    """Bounds for weights of `dtype` (torch's name)."""
     half = dtype != "float32"
     bounds = Thresholds(0.1, 0.5) if half else Thresholds(1e-3, 0.05)
     least = bounds.ok if ok is None else ok
@@ -137,10 +128,10 @@ class AlignmentGate:
 
     def __init__(self, bounds: Thresholds) -> None:
         self.bounds = bounds
+        # Anchor of the last probe that was ok.
         self._agreed: DiffSums | None = None
-        """Anchor of the last probe that was ok."""
+        # Rollouts of the last step that was ok, and their oldest version; used without a probe.
         self._rollouts: tuple[DiffSums, float | None] | None = None
-        """Rollouts of the last step that was ok, and their oldest version; used without a probe."""
 
     def judge(
         self,
@@ -150,12 +141,11 @@ class AlignmentGate:
         lag_max: float | None = None,
         version: int = 0,
     ) -> Alignment:
-        """Return the verdict on one step; the caller may add a better cause (`explained`).
+        """Return the verdict on one step.
 
         Args:
             rollouts: over the tokens of the batch, policy lag included.
-            probe: None: not taken; then the rollouts decide, with the upstream guides' bound of
-                0.1.
+            probe: without one the rollouts decide.
             lag_max: policy lag of the oldest rollout; None: unknown.
             version: weight version of the policy.
         """
@@ -231,8 +221,7 @@ class AlignmentGate:
         return Alignment(far, f"{POLICY_LAG}: rollouts are far from the policy (lag {lag})")
 
     def _stale(self, rollouts: DiffSums, oldest: float | None) -> str | None:
-        """Evidence that the server's weights did not change since the rollouts last agreed,
-        although its version did; None without such evidence."""
+        """Evidence that the server's weights did not change although its version did."""
         if self._rollouts is None:
             return None
         then, version = self._rollouts
@@ -247,8 +236,7 @@ class AlignmentGate:
 
 
 def _outlier(probe: ProbeDiffs, bounds: Thresholds) -> str | None:
-    """Evidence that a single token lifts the mean above the bound; None if the others are not far
-    below it."""
+    """Evidence that a single token lifts the mean above the bound."""
     lone = None
     for sums in (probe.fresh, probe.cached):
         if _grade(sums, bounds) == "ok":
@@ -265,8 +253,7 @@ def _outlier(probe: ProbeDiffs, bounds: Thresholds) -> str | None:
 
 
 def _fresh_cause(mean: float, probe: ProbeDiffs | None) -> str:
-    """Cause of a difference in fresh rollouts: sampling or weights. The probe uses no sampling
-    options, so a difference that it shows too comes from the weights."""
+    # The probe uses no sampling options: a difference that it shows too comes from the weights.
     seen = probe.fresh.abs_mean if probe is not None else None
     if seen is None or seen <= ALIKE * mean:
         return _FRESH
@@ -284,8 +271,7 @@ def _moved(then: DiffSums, now: DiffSums) -> tuple[float, float]:
 
 
 def _alike(then: DiffSums, now: DiffSums) -> str | None:
-    """Evidence that both sides moved together, within the difference at their last agreement; None
-    otherwise."""
+    """Evidence that both sides moved together."""
     noise = then.abs_mean or 0.0
     apart = abs((now.mean(now.diff) or 0.0) - (then.mean(then.diff) or 0.0))
     if apart > noise:
@@ -309,22 +295,20 @@ def _how_stale(then: DiffSums, now: DiffSums) -> str:
     )
 
 
+# Largest ratio of two means' changes at which the smaller one counts as unchanged.
 STILL = 0.1
-"""Largest ratio of two means' changes at which the smaller one counts as unchanged."""
+# Share of the rollouts' difference above which the probe shows the same fault.
 ALIKE = 0.3
-"""Share of the rollouts' difference above which the probe shows the same fault."""
+# Share of the bound below which the other tokens' mean shows a single rounded token.
 OUTLIER_OTHERS = 0.4
-"""Share of the bound below which the other tokens' mean shows a single rounded token; above it, all
-drift."""
 _FRESH = (
     f"{SAMPLING}: fresh rollouts differ: top-p, top-k, min-p or penalties, a temperature "
     f"missing in "
     "generation_params, or raw logprobs"
 )
+# Factor on the first probe's difference in half precision that later probes may reach.
 FIRST_PROBE = 2.0
-"""Factor on the first probe's difference in half precision that later probes may reach."""
-ROLLOUT_DRIFT = 0.1
-"""The upstream guides' bound on mean |difference| over rollouts, in nats."""
+ROLLOUT_DRIFT = 0.1  # the upstream guides' bound, in nats
 ROLLOUT_MISMATCH = 1.0
 _ORDER: list[Verdict] = ["ok", "drift", "mismatch"]
 

@@ -1,21 +1,9 @@
 """Objectives as pure functions that return sums over tokens, never means.
 
-    grpo_loss  gspo_loss  cispo_loss               # loss of the policy
-    reference_kl  teacher_kl                       # added to each token's loss, for any objective
-    balance_loss                                   # of a whole row, added separately
-
-Dr. GRPO and DAPO use `grpo_loss`; `registry.py` has the differences.
-
-The caller divides by the one denominator of an optimizer step (trained tokens, sequences, or a
-constant). So loss and gradient are equal for every split into micro-batches, packed rows and ranks.
-Below, r = pi / pi_base with pi_base the rollout policy, or the trainer at batch start (`correct`);
-sg() stops the gradient; A is the advantage.
-
-`ratio_base = proximal` corrects for numerical differences between trainer and engine. The ratio is
-then against the trainer's own logprobs at batch start, so it measures only the policy's movement.
-The gap to the policy that sampled becomes a truncated weight, and tokens or sequences with a large
-gap can be masked. With `ratio_base = rollout` one ratio covers both, and `Correction` is None: the
-two corrections are never combined.
+The caller divides by the one denominator of an optimizer step, so loss and gradient are equal for
+every split into micro-batches, packed rows and ranks. Below, r = pi / pi_base, where pi_base is the
+rollout policy or the trainer at batch start (`correct`); sg() stops the gradient; A is the
+advantage.
 """
 
 from __future__ import annotations
@@ -29,14 +17,13 @@ from torch import nn
 
 from trainer_core.errors import LossError, UsageError
 
+# Limit of |log ratio|: exp of more would overflow, and its gradient is meaningless.
 MAX_LOG_RATIO = 20.0
-"""Limit of |log ratio|: exp of more would overflow, and its gradient is meaningless."""
+# Limit of one token's k3 in nats, as verl's `kl_penalty`: beyond it the gradient is 0, not e^20.
 MOST_K3 = 10.0
-"""Limit of one token's k3 in nats, as in verl (`kl_penalty`): beyond it the gradient is 0 instead
-of e^20."""
+# Probability of tokens that a teacher does not name: log 0 would be an infinite penalty, and
+# float32 cannot tell 1 - 1e-8 from 1.
 LEAST_TAIL = 1e-6
-"""Lower bound of the total probability of tokens that a teacher does not name: log 0 would be an
-infinite penalty, and float32 cannot tell 1 - 1e-8 from 1."""
 
 
 class Sequences(NamedTuple):
@@ -48,12 +35,11 @@ class Sequences(NamedTuple):
     """S"""
 
     def totals(self, values: torch.Tensor) -> torch.Tensor:
-        """[S] sums of `values` [T] over each sequence."""
+        """[S] sums of `values` [T]."""
         return values.new_zeros(self.size).index_add(0, self.ids, values)
 
     def sizes(self, kept: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        """[T] number of kept tokens in each token's sequence, at least 1, in the dtype of
-        `like`."""
+        """[T] kept tokens of each token's sequence, at least 1."""
         ones = torch.ones_like(like) if kept is None else kept.to(like.dtype)
         return self.totals(ones.detach()).clamp(min=1.0)[self.ids]
 
@@ -65,28 +51,28 @@ class Sequences(NamedTuple):
 
 
 class Correction(NamedTuple):
-    """Constants of the importance correction for T tokens."""
+    """Importance correction of T tokens, without gradient."""
 
     base: torch.Tensor
-    """[T] trainer logprobs at batch start: the base of the ratio"""
+    """[T] trainer logprobs at batch start"""
+    # The ratio against `base` measures only the policy's movement; `weight` corrects the gap to the
+    # policy that sampled. Without a correction one ratio covers both: they are never combined.
     weight: torch.Tensor
     """[T] min(pi_base / pi_rollout, cap)"""
     truncated: torch.Tensor
     """[T] bool, True where the cap applied"""
     keep: torch.Tensor | None
-    """[T] bool, tokens that train; None keeps all"""
+    """[T] bool, tokens that train; None: all"""
 
 
 class LossSums(NamedTuple):
-    """Sums, and a maximum, over the T tokens that `correction` keeps (all without one). Only `loss`
-    has a gradient."""
+    """Sums, and a maximum, over the tokens that `correction` keeps. Only `loss` has a gradient."""
 
     loss: torch.Tensor
     ratio: torch.Tensor
     clipped: torch.Tensor
-    """Tokens with a ratio outside [1 - clip_eps, 1 + clip_eps_high]: `clipped_low` plus
-    `clipped_high`. TRL and verl count only those whose advantage makes the clipped term the active
-    one."""
+    """Tokens with a ratio outside [1 - clip_eps, 1 + clip_eps_high]."""
+    # TRL and verl count only those whose advantage makes the clipped term the active one.
     kl_k3: torch.Tensor
     tokens: torch.Tensor
     clipped_low: torch.Tensor
@@ -94,29 +80,25 @@ class LossSums(NamedTuple):
     dual_clipped: torch.Tensor
     """Tokens with A < 0 and a ratio above `dual_clip`."""
     ratio_max: torch.Tensor
-    """Largest ratio; 0 if no token is kept."""
+    """Largest ratio; 0 without kept tokens."""
 
 
 class Common(TypedDict, total=False):
-    """Keywords of every objective besides its clip range; others are refused."""
+    """Keywords of every objective besides its clip range."""
 
     kl_coef: float
     """Weight of k3 against the rollout policy; default 0."""
     dual_clip: float | None
     """Bound on the ratio of tokens with A < 0; default: none."""
     sequences: Sequences | None
-    """Sequence of each token; required by gspo and by `per_sequence`."""
+    """Required by gspo and `per_sequence`."""
     penalty: torch.Tensor | None
-    """[T] further terms of each token's loss, with gradient (as `reference_kl`); not multiplied by
-    the importance weight."""
+    """[T] further terms of each token's loss, with gradient, without importance weight."""
     correction: Correction | None
-    """Ratio base, weights and mask of `ratio_base = proximal`; default: the ratio is against the
-    rollout policy."""
+    """Default: the ratio is against the rollout policy."""
 
 
 class _Terms(NamedTuple):
-    """Loss of each of T tokens, and the ratio that the objective clips."""
-
     loss: torch.Tensor
     ratio: torch.Tensor
 
@@ -133,26 +115,19 @@ def grpo_loss(
 ) -> LossSums:
     """Sum over tokens of -min(r A, clip(r, 1 - low, 1 + high) A) + kl_coef k3.
 
-    The pessimistic bound of PPO (Schulman et al. 2017, eq. 7) with group-relative advantages
-    (DeepSeekMath, Shao et al. 2024, arXiv:2402.03300, eq. 3). Divided by all trained tokens it
-    equals verl's `compute_policy_loss` (vanilla, core_algos.py) with its defaults:
-    `loss_agg_mode="token-mean"` and, for `dual_clip` 3, `clip_ratio_c`. With `per_sequence` and
-    divided by the sequences it is DeepSeekMath's eq. 3 and TRL's `loss_type="grpo"`
-    (grpo_trainer.py, `_compute_loss`). With `dual_clip` = c, tokens with A < 0 lose at most c |A|
-    (Ye et al. 2020, arXiv:1912.09729, eq. 5): verl's `clip_ratio_c`, TRL's `delta`.
-
-    k3 = q - 1 - log q with q = pi / pi_rollout (Schulman, "Approximating KL divergence") is the
-    unbiased estimate of KL(rollout || policy) on tokens sampled by the rollout policy; it is always
-    against the rollout policy.
+    PPO's pessimistic bound (Schulman et al. 2017, eq. 7) with group-relative advantages
+    (DeepSeekMath, Shao et al. 2024, arXiv:2402.03300, eq. 3). With `dual_clip` = c, a token with A
+    < 0 loses at most c |A| (Ye et al. 2020, arXiv:1912.09729, eq. 5).
 
     Args:
         logprobs: [T] float32 of the policy, with gradient.
-        rollout_logprobs: [T] float32 of the policy that sampled the tokens, at the same
-            temperature.
+        rollout_logprobs: [T] float32 of the policy that sampled, at the same temperature.
         advantages: [T] float32.
         clip_eps_high: upper half of the clip range; default: `clip_eps`.
         per_sequence: weight every token by 1 / (trained tokens of its sequence).
     """
+    # By all trained tokens: verl's `compute_policy_loss` (vanilla) with `token-mean`; `dual_clip`
+    # is its `clip_ratio_c` and TRL's `delta`. With `per_sequence`, by sequences: TRL's "grpo".
     _check(logprobs, rollout_logprobs, advantages, common)
     log_ratio = _log_ratio(logprobs, rollout_logprobs, common)
     low, high = _range(clip_eps, clip_eps_high)
@@ -173,12 +148,7 @@ def gspo_loss(
     """Sum over sequences of the mean over their tokens of -min(s A, clip(s, 1 - low, 1 + high) A).
 
     s = (pi(y) / pi_base(y)) ** (1 / |y|) is one ratio for the whole sequence (GSPO, Zheng et al.
-    2025, arXiv:2507.18071, eq. 5-7; clip range of section 5.1). It is written as sg(s) pi / sg(pi)
-    at every token (eq. 13-14), so that advantages may differ within a sequence; if they do not,
-    value and gradient equal eq. 5. A weight per token (`ratio_base = proximal` with `tis_cap`)
-    gives eq. 13 with that weight instead of eq. 5. Divided by the sequences it equals verl's
-    `compute_policy_loss_gspo` (`seq-mean-token-mean`) and TRL's
-    `importance_sampling_level="sequence"` with `loss_type="grpo"`.
+    2025, arXiv:2507.18071, eq. 5-7; clip range of section 5.1).
 
     Raises:
         ValueError: `sequences` is missing.
@@ -189,7 +159,9 @@ def gspo_loss(
         raise ValueError("gspo_loss needs `sequences`: its ratio is one for each whole sequence")
     log_ratio = _log_ratio(logprobs, rollout_logprobs, common)
     mean = sequences.mean(log_ratio.detach(), _kept(common))
-    # The exponent has the value `mean` and the gradient of the token's own logprob.
+    # sg(s) pi / sg(pi) at every token (eq. 13-14): advantages, and a weight, may differ within a
+    # sequence. Otherwise value and gradient equal eq. 5, and, by sequences, verl's
+    # `compute_policy_loss_gspo` and TRL's `importance_sampling_level="sequence"`.
     ratio = (mean + log_ratio - log_ratio.detach()).exp()
     low, high = _range(clip_eps, clip_eps_high)
     terms = _clipped(ratio, advantages, low, high, common.get("dual_clip"))
@@ -206,36 +178,30 @@ def cispo_loss(
     per_sequence: bool = False,
     **common: Unpack[Common],
 ) -> LossSums:
-    """Sum over tokens of -sg(clip(r, 1 - low, 1 + high)) A log pi: clips the weight, and every
-    token keeps its gradient.
+    """Sum over tokens of -sg(clip(r, 1 - low, 1 + high)) A log pi: every token keeps its gradient.
 
-    MiniMax-M1 (2025, arXiv:2506.13585, eq. 4-5), which leaves the lower bound open: 1 here. The
-    upper bound 5 follows ScaleRL (arXiv:2510.13786) as TRL does (`epsilon_high=5.0`, an absolute
-    bound there). Divided by all tokens it is TRL's `loss_type="cispo"` and verl's
-    `compute_policy_loss_cispo` with clip ratios (1, 4). `dual_clip` has no effect on the loss.
+    MiniMax-M1 (2025, arXiv:2506.13585, eq. 4-5); upper bound 5 as in ScaleRL (arXiv:2510.13786).
+    `dual_clip` has no effect on the loss.
     """
     _check(logprobs, rollout_logprobs, advantages, common)
     ratio = _log_ratio(logprobs, rollout_logprobs, common).exp()
     low, high = _range(clip_eps, clip_eps_high)
-    # The ratio is a constant weight here; the gradient comes only from log pi.
+    # By all tokens: TRL's `loss_type="cispo"` (its bound 5 is absolute), verl's
+    # `compute_policy_loss_cispo`. The paper leaves the lower bound open: 1 here.
     terms = _Terms(-ratio.detach().clamp(low, high) * advantages * _wide(logprobs), ratio.detach())
     return _sums(terms, logprobs, rollout_logprobs, advantages, low, high, per_sequence, common)
 
 
 Formula = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Sequences], "torch.Tensor | LossSums"]
-"""Map (logprobs [T] with gradient, base of the ratio [T], advantages [T], sequences) to losses by
-token, [T], or sums."""
+"""Map (logprobs [T] with gradient, base of the ratio [T], advantages [T], sequences) to losses,
+[T]."""
 
 
 def from_function(formula: Formula, name: str) -> Callable[..., LossSums]:
     """Wrap `formula` as an objective with the arguments of those above.
 
-    Losses by token are weighted, masked, counted and summed as for the other objectives, and get
-    the terms of `kl_coef` and `penalty`; the clip range only counts ratios outside of it.
-    `LossSums` are returned unchanged.
-
-    Args:
-        name: used in error messages.
+    Its losses by token are weighted, masked and summed as theirs; `LossSums` are returned
+    unchanged.
 
     Raises (the returned function):
         LossError: `formula` raised, or returned something else.
@@ -284,7 +250,6 @@ def from_function(formula: Formula, name: str) -> Callable[..., LossSums]:
 def _check(
     logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, advantages: torch.Tensor, common: Common
 ) -> None:
-    """Raises TypeError for an unknown keyword, ValueError for values that are not [T]."""
     if unknown := sorted(common.keys() - Common.__annotations__.keys()):
         raise TypeError(
             f"no objective takes {', '.join(unknown)}; choose from "
@@ -333,6 +298,8 @@ def _sums(
         # Before KL and penalty, which are not importance-sampled.
         loss = loss * correction.weight
     log_ratio = _bounded(logprobs, rollout_logprobs)
+    # Unbiased for KL(rollout || policy) on tokens of the rollout policy (Schulman, "Approximating
+    # KL divergence"); always against the rollout policy, whatever the base of the ratio.
     k3 = bounded_k3(log_ratio)
     if common.get("kl_coef"):
         loss = loss + common["kl_coef"] * k3
@@ -395,18 +362,15 @@ def _kept(common: Common) -> torch.Tensor | None:
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
-    """Convert to at least float32: half-precision logprobs are off by up to 0.04 nats."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Settings of the correction."""
-
     cap: float = 2.0
     """Upper bound of the importance weight (TIS)."""
     mask: str = "none"
-    """none, token or sequence: unit that is masked if its weight is outside [low, high]."""
+    """none, token or sequence: unit that is masked outside of [low, high]."""
     low: float = 0.5
     high: float = 2.0
 
@@ -420,10 +384,8 @@ def correct(
     """Compute weight and mask of T tokens.
 
     Truncated importance sampling (Ionides 2008; Yao et al. 2025, "Your efficient RL framework
-    secretly brings you off-policy RL training"): verl's `rollout_is="token"` with
-    `rollout_is_threshold`, TRL's `vllm_importance_sampling_correction` by token. The mask is
-    rejection sampling as in verl's `rollout_rs`, by token or by the geometric mean over a sequence,
-    whose bounds do not depend on its length. Masked tokens count in no denominator.
+    secretly brings you off-policy RL training"); the mask is rejection sampling. Masked tokens
+    count in no denominator.
 
     Args:
         base: [T] trainer logprobs at batch start; detached.
@@ -431,6 +393,7 @@ def correct(
         sequences: required if `bounds.mask` is sequence.
     """
     base = base.detach()
+    # verl's `rollout_is="token"` and TRL's `vllm_importance_sampling_correction` by token.
     gap = (base - rollout_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     weight = gap.exp()
     keep = None
@@ -439,24 +402,24 @@ def correct(
     elif bounds.mask == "sequence":
         if sequences is None:
             raise ValueError("a mask over sequences needs `sequences`")
+        # verl's `rollout_rs`: a geometric mean, so its bounds do not depend on the length.
         whole = sequences.mean(gap).exp()
         keep = (whole >= bounds.low) & (whole <= bounds.high)
     return Correction(base, weight.clamp(max=bounds.cap), weight > bounds.cap, keep)
 
 
 def reference_kl(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """k3 of KL(policy || reference) at each token, [T], in nats, with gradient; 0 where the
-    reference is NaN.
+    """k3 of KL(policy || reference) at each token, [T], in nats, with gradient; 0 at NaN.
 
-    exp(d) - 1 - d with d = log pi_reference - log pi (Schulman, "Approximating KL divergence"):
-    DeepSeekMath's eq. 4 (arXiv:2402.03300), verl's `low_var_kl`, TRL's `beta`. Its value is
-    unbiased for tokens sampled by the policy itself. Its gradient is that of KL(reference ||
-    policy), and 0 for a token with k3 above `MOST_K3`.
+    exp(d) - 1 - d with d = log pi_reference - log pi: DeepSeekMath's eq. 4 (arXiv:2402.03300). A
+    token above `MOST_K3` has no gradient.
 
     Args:
         logprobs: [T] float32 of the policy, with gradient.
         reference: [T] float32 at the same temperature.
     """
+    # verl's `low_var_kl`, TRL's `beta`. The value is unbiased on tokens of the policy itself; the
+    # gradient is that of KL(reference || policy).
     known = ~reference.isnan()
     # Replace NaN before the arithmetic: `where` alone would still give NaN gradients.
     gap = (torch.where(known, reference, 0.0) - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -464,21 +427,16 @@ def reference_kl(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tenso
 
 
 def teacher_kl(logprobs: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Reverse KL(policy || teacher) at each of T positions, [T], in nats, with gradient; 0 without
-    a teacher.
+    """Reverse KL(policy || teacher) at each of T positions, [T], in nats, with gradient.
 
-    On the teacher's K tokens it is exact: sum over v of pi(v) (log pi(v) - log q(v)). All other
-    tokens count as one more outcome with the remaining probability. So it is the divergence of two
-    distributions over K + 1 outcomes: never negative, 0 if they agree, and at most the divergence
-    over the whole vocabulary (data processing inequality). Without renormalization, probability
-    outside of the K tokens costs what the teacher assigns to it. The visited states carry no
-    gradient (GKD, Agarwal et al. 2024, arXiv:2306.13649, with its reverse KL on the student's own
-    sequences).
+    GKD (Agarwal et al. 2024, arXiv:2306.13649) on the student's own sequences; 0 without a teacher.
 
     Args:
         logprobs: [T, K] float32 of the policy for the teacher's tokens, with gradient.
         teacher: [T, K] float32; -inf where the teacher names fewer than K.
     """
+    # All other tokens count as one more outcome with the remaining probability: a divergence of two
+    # distributions over K + 1 outcomes, never negative, 0 if they agree.
     # [T, K]: padding has -inf.
     named = teacher > -torch.inf
     ours, theirs = torch.where(named, logprobs, -torch.inf), teacher
@@ -491,8 +449,7 @@ def teacher_kl(logprobs: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 
 
 def balance_coefficient(model: nn.Module, asked: float | None) -> float:
-    """Weight of the balance loss: `asked`, else config.json's coefficient if it sets
-    `output_router_logits`, else 0.
+    """Weight of the balance loss: `asked`, else that of config.json, else 0.
 
     Raises:
         UsageError: the model has no experts to balance.
@@ -516,16 +473,16 @@ def balance_coefficient(model: nn.Module, asked: float | None) -> float:
 
 
 def balance_loss(router_logits: Sequence[torch.Tensor], chosen: int) -> torch.Tensor:
-    """Imbalance of the experts' load: experts * sum of (share of tokens * mean probability), []
-    float32.
+    """Imbalance of the experts' load: experts * sum of (share of tokens * mean probability), [].
 
-    Over all tokens and layers together, as transformers' `load_balancing_loss_func` (Fedus et al.
-    2021, Switch Transformer, equations 4 to 6). Balanced loads give `chosen`.
+    Over all tokens and layers together (Fedus et al. 2021, Switch Transformer, equations 4 to 6).
+    Balanced loads give `chosen`.
 
     Args:
         router_logits: of each sparse layer, [N, experts].
         chosen: experts per token.
     """
+    # As transformers' `load_balancing_loss_func`.
     logits = torch.cat([layer.reshape(-1, layer.shape[-1]) for layer in router_logits])
     shares = logits.float().softmax(-1)
     experts = shares.shape[1]

@@ -1,15 +1,19 @@
-"""Objectives by name, and an objective with the settings of a run, from which `step.py` gets sums
-and the denominator."""
+"""Objectives by name and with the settings of a run; custom loss functions."""
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from trainer_core.config import TrainingConfig
+from trainer_core.config import TrainingConfig, flag
+from trainer_core.errors import LossError
 from trainer_core.objective import loss
 from trainer_core.objective.loss import Bounds, Correction, Sequences, correct
 from trainer_core.rollouts.batch import Selection
@@ -22,14 +26,12 @@ class PublishedObjective:
     """An objective as published: its loss and its defaults for missing settings."""
 
     loss: Callable[..., loss.LossSums]
-    """A function of `objective/loss.py`."""
     clip: tuple[float, float] | None = None
-    """(clip_eps, clip_eps_high); None: the configuration's default."""
+    """(clip_eps, clip_eps_high); None: the configuration's."""
     per: Per = "tokens"
     """Denominator of an optimizer step."""
     advantage_std: bool = True
     drops_flat_groups: bool = False
-    """Leave out groups of equal scores, so that no denominator counts them."""
     overlong: float = 0.0
     """Width of the soft overlong punishment, as a share of the longest completion."""
 
@@ -56,11 +58,11 @@ OBJECTIVES: dict[str, PublishedObjective] = {
 
 @dataclass(frozen=True)
 class Counts:
-    """Trained tokens and sequences of a step; counts of several ranks add up."""
+    """Trained tokens and sequences of a step."""
 
     tokens: torch.Tensor
     sequences: torch.Tensor
-    """float64 scalars, on one device."""
+    """float64 scalars, on one device"""
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(self.tokens + other.tokens, self.sequences + other.sequences)
@@ -72,11 +74,8 @@ class Objective:
     def __init__(
         self, config: TrainingConfig, formula: Callable[..., loss.LossSums] | None = None
     ) -> None:
-        """Combine the configuration with the published defaults.
-
-        Args:
-            formula: replaces the published loss, with its arguments (`loss.from_function`); other
-                defaults stay.
+        """Args:
+        formula: replaces the published loss; its other defaults stay.
         """
         published = OBJECTIVES[config.objective]
         self.published = published = (
@@ -96,8 +95,6 @@ class Objective:
             )
         self.ref_kl_coef, self.distill_coef = config.ref_kl_coef, config.distill_coef
         self.balance_coef = config.router_aux_loss_coef or 0.0
-        """Weight of the routers' balance loss; without the setting, the model's configuration
-        decides."""
         self._config = config
         self._own_formula = formula is not None
 
@@ -128,8 +125,8 @@ class Objective:
         )
 
     def teaches(self, advantages: Any) -> bool:
-        """True if tokens with these advantages (array or tensor) may have a gradient. Tokens with
-        advantage 0 have none unless the loss has further terms; a custom formula always may."""
+        """True if tokens with these advantages may have a gradient."""
+        # Advantage 0 has a gradient only from further terms; a custom formula may always have one.
         config = self._config
         terms = (config.kl_coef, config.ref_kl_coef, config.distill_coef, self.balance_coef)
         return bool(self._own_formula or any(terms) or advantages.any())
@@ -143,7 +140,7 @@ class Objective:
         correction: Correction | None,
         penalty: torch.Tensor | None = None,
     ) -> loss.LossSums:
-        """Sums over the T tokens of one row; divide the loss by `denominator` of the whole step."""
+        """Sums over the T tokens of one row."""
         low, high = self.clip
         return self.published.loss(
             logprobs,
@@ -162,15 +159,13 @@ class Objective:
     def correction(
         self, base: torch.Tensor, rollout_logprobs: torch.Tensor, sequences: Sequences
     ) -> Correction | None:
-        """Weight and mask against the trainer's logprobs `base` at batch start; None with
-        `ratio_base = rollout`."""
+        """Weight and mask against the trainer's logprobs `base` at batch start."""
         return (
             None if self.bounds is None else correct(base, rollout_logprobs, self.bounds, sequences)
         )
 
     def denominator(self, counts: Counts) -> torch.Tensor:
-        """Divisor of the loss of a whole optimizer step; at least 1, for a step with every token
-        masked."""
+        """Divisor of the loss of a whole optimizer step, at least 1."""
         if self.per == "tokens":
             return counts.tokens.clamp(min=1.0)
         # `length` is the constant of Dr. GRPO: the longest completion, in tokens.
@@ -178,8 +173,7 @@ class Objective:
 
 
 def objective_hint(config: TrainingConfig) -> str:
-    """Advice about a missing setting that disables a part of the objective; empty if there is
-    none."""
+    """Advice about a missing setting that disables a part of the objective."""
     published = OBJECTIVES[config.objective]
     if (
         not published.overlong
@@ -195,7 +189,7 @@ def objective_hint(config: TrainingConfig) -> str:
 
 
 def count(rows: Iterable[tuple[Sequences, Correction | None]], device: torch.device) -> Counts:
-    """Count tokens and sequences that train in the given rows, without masked ones."""
+    """Count tokens and sequences that train, without masked ones."""
     zero = torch.zeros((), dtype=torch.float64, device=device)
     counts = Counts(zero, zero)
     for sequences, correction in rows:
@@ -209,10 +203,93 @@ def count(rows: Iterable[tuple[Sequences, Correction | None]], device: torch.dev
 
 
 def _clip(config: TrainingConfig, published: PublishedObjective) -> tuple[float, float]:
-    """Clip range (low, high): `clip_eps` applies to both sides unless `clip_eps_high` is set;
-    without both, the published range."""
     low, high = published.clip or (config.clip_eps, config.clip_eps)
+    # `clip_eps` is for both sides unless `clip_eps_high` is set.
     # A user's value replaces the published range, even if it equals the default.
     if "clip_eps" in config.model_fields_set:
         low = high = config.clip_eps
     return low, high if config.clip_eps_high is None else config.clip_eps_high
+
+
+def own_loss(
+    config: TrainingConfig, function: loss.Formula | None, device: torch.device
+) -> Callable[..., loss.LossSums] | None:
+    """The function `config.loss` or `function`, as an objective; None if neither is set.
+
+    Raises:
+        LossError: it is missing, raises, or does not return finite losses with a gradient.
+    """
+    if function is None and config.loss is None:
+        return None
+    name = (
+        f"--loss {config.loss}"
+        if function is None
+        else f"loss_fn {getattr(function, '__name__', function)}"
+    )
+    found = find_function(config.loss or "") if function is None else function
+    try:
+        inspect.signature(found).bind("logprobs", "rollout_logprobs", "advantages", "sequences")
+    except (TypeError, ValueError) as error:
+        wanted = "(logprobs, rollout_logprobs, advantages, sequences)"
+        raise LossError(f"{name} must take {wanted}: {error}") from None
+    sums = _try(found, name, device)
+    alone = ("kl_coef", "ref_kl_coef", "distill_coef") if sums else ()
+    lost = [flag(term) for term in alone if getattr(config, term)]
+    lost += ["--ratio-base proximal"] if sums and config.ratio_base == "proximal" else []
+    if lost:
+        raise LossError(
+            f"{name} returns LossSums, which excludes {', '.join(lost)}. fix: return losses "
+            f"by token"
+        )
+    return loss.from_function(found, name)
+
+
+def find_function(name: str) -> loss.Formula:
+    """Import the function `package.module:function`.
+
+    Raises:
+        LossError: the module or function is missing, or the import raises.
+    """
+    module, _, attribute = name.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)  # last, so that a local folder cannot hide one of our packages
+    try:
+        imported = import_module(module)
+    except Exception as error:  # a foreign module may raise anything
+        raise LossError(
+            f"--loss {name}: cannot import {module} ({type(error).__name__}: {error})"
+        ) from error
+    if not hasattr(imported, attribute):
+        raise LossError(f"--loss {name}: the module {module} has no {attribute}")
+    found: loss.Formula = getattr(imported, attribute)
+    if not callable(found):
+        raise LossError(f"--loss {name}: expected a function, found {type(found).__name__}")
+    return found
+
+
+def _try(function: loss.Formula, name: str, device: torch.device) -> bool:
+    """Call it on six tokens of two sequences; return True if it returns `LossSums`."""
+    logprobs = torch.linspace(-2.0, -0.1, 6, device=device).requires_grad_()
+    rollout = logprobs.detach() - torch.tensor([0.0, 0.1, -0.1, 0.0, 0.2, -0.2], device=device)
+    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0], device=device)
+    sequences = Sequences(torch.tensor([0, 0, 0, 1, 1, 1], device=device), 2)
+    # `from_function` hides what the function returned.
+    given: list[bool] = []
+
+    def noted(*values: Any) -> torch.Tensor | loss.LossSums:
+        made = function(*values)
+        given.append(isinstance(made, loss.LossSums))
+        return made
+
+    total = loss.from_function(noted, f"{name}, tried on six tokens,")(
+        logprobs, rollout, advantages, sequences=sequences
+    ).loss
+    # A wrong result is reported below instead of as torch's own exception.
+    if total.requires_grad and not total.ndim:
+        total.backward()
+    if total.ndim or not bool(total.isfinite()):
+        raise LossError(f"{name}, tried on six tokens, returned a loss of {total.tolist()}")
+    if logprobs.grad is None or not bool(logprobs.grad.isfinite().all()):
+        got = "none" if logprobs.grad is None else "one with NaN or infinity"
+        raise LossError(f"{name} must have a finite gradient through logprobs; it has {got}")
+    return given[0]

@@ -1,1 +1,1 @@
-"""One optimizer step: minibatches, gradients, optimizers."""
+"""Optimizer steps."""

@@ -1,11 +1,8 @@
 """Several optimizer steps on one batch: minibatches, in one or several epochs.
 
-A batch makes `minibatches` x `epochs` steps, as in PPO (Schulman et al. 2017, algorithm 1). verl
-calls these `train_batch_size` / `ppo_mini_batch_size` and `ppo_epochs`; TRL calls them
-`steps_per_generation` / `gradient_accumulation_steps` and `num_iterations`. Each step has the
-denominator of its own minibatch. The base of the ratio stays fixed: the rollouts' logprobs or, with
-`ratio_base = proximal`, the policy's before the first step. So from the second step on the ratio
-leaves 1 and the clip range has an effect.
+A batch makes `minibatches` x `epochs` steps (PPO, Schulman et al. 2017, algorithm 1). The base of
+the ratio stays fixed, so from the second step on the ratio leaves 1 and the clip range has an
+effect.
 """
 
 from __future__ import annotations
@@ -30,8 +27,6 @@ from trainer_core.rollouts.packing import PackedRow, assign_rows, pack, packing_
 
 
 class Minibatches:
-    """Splits batches into minibatches for one policy."""
-
     def __init__(
         self,
         config: TrainingConfig,

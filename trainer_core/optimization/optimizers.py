@@ -1,22 +1,7 @@
-"""Optimizers over parameters that may be half precision and may be in another process's memory.
+"""Optimizers over parameters that may be half precision or in another process's memory.
 
-A step has two halves: `compute` works on the trainer's own memory, `write` changes the model's
-parameters. Only `write` needs the inference server paused. Half-precision parameters are stepped as
-float32 with float32 gradients, since plain AdamW in bf16 loses most small updates. The strategy of
-the master weights decides what is kept between two steps:
-
-    fp32         a float32 copy; 4 bytes a parameter
-    kahan        the rounding error, in half precision; 2 bytes
-    stochastic   nothing: random rounding, right on average
-
-Every strategy shows float32 tensors to the optimizer, so all optimizers work with all strategies.
-Strategies without a copy on the device fill the masters part by part and store the rounded result
-in the gradients' memory, so a step needs little extra memory. With `gradient_dtype = bfloat16`
-gradients become float32 part by part. With `optimizer_offload` the state is in host memory between
-steps (`offload.py`). `benchmarks/trainer/optimizer_memory.py` measures all of this.
-
-In float16 the loss is scaled by a power of two (`LossScale`), since small gradients would
-underflow.
+`Stepper.compute` works on the trainer's own memory. `write` changes the model's parameters, so only
+it needs the inference server paused. `benchmarks/trainer/optimizer_memory.py` measures the memory.
 """
 
 from __future__ import annotations
@@ -39,13 +24,12 @@ from trainer_core.policy.speed import compiled_on_cuda
 from trainer_core.policy.tensor_parallel import parallel_of
 from trainer_core.ranks.world import ALONE, World
 
+# Limit on a CPU: larger rows exceed its caches and gain nothing.
 CPU_PACK_TOKENS = 2048
-"""Limit of tokens in a forward pass on a CPU: larger rows exceed its caches and gain nothing."""
 
 
 class Stepper:
-    """One optimizer over a model's trainable parameters; gradients accumulate in
-    `gradient_dtype`."""
+    """One optimizer over a model's trainable parameters."""
 
     def __init__(
         self, model: torch.nn.Module, config: TrainingConfig, world: World = ALONE
@@ -54,12 +38,12 @@ class Stepper:
         if not wholes:
             raise UsageError("nothing to train: --train-layer-indices leaves no parameter")
         self.params = [local(p) for p in wholes]
-        """This rank's rows of sharded trainable parameters, and whole unsharded ones."""
+        """This rank's rows of sharded parameters, and whole unsharded ones."""
         self.config = config
         self._model, self.world = model, world
         self._parallel = parallel_of(model)
         self.parts = 1 if self._parallel is None else self._parallel.size
-        """Number of parts of the policy (tensor parallelism); each rank steps one."""
+        """Tensor-parallel parts of the policy; each rank steps one."""
         self._sharded = [part is not whole for part, whole in zip(self.params, wholes, strict=True)]
         self.rows = [rows_of(whole) for whole in wholes]
         # A sharded parameter may be float32 itself and computed in half precision (FSDP).
@@ -68,8 +52,7 @@ class Stepper:
             for w, s in zip(wholes, self._sharded, strict=True)
         ]
         self.halves = [index for index, each in enumerate(narrow) if each]
-        """Indices of `params` that have master weights, including parameters that are their own
-        masters."""
+        """Indices of `params` with master weights, or that are masters themselves."""
         # float32 parameters are stepped in place; the others as what `masters` makes of them.
         half = [p for p in self.params if p.dtype != torch.float32]
         first = [
@@ -90,14 +73,13 @@ class Stepper:
                 # Move each gradient out as soon as it exists, so that never all of them exist
                 # twice.
                 whole.register_post_accumulate_grad_hook(_collect_into(target))
+        # Clipping factor, applied when bfloat16 gradients become float32.
         self._shrink: torch.Tensor | None = None
-        """Clipping factor still to be applied to bfloat16 gradients when they become float32."""
         self.optimizer = _build(self.masters, config)
         self.scale = LossScale() if compute_dtype(model) == torch.float16 else None
-        """None if gradients need no scaling."""
         self._pending = False
         self.unwritten = False
-        """An update is computed, fully or partly, and `write` has not applied it yet."""
+        """An update is at least partly computed, and not written."""
 
     @property
     def dtype(self) -> str:
@@ -115,7 +97,7 @@ class Stepper:
 
     @property
     def gradients(self) -> list[torch.Tensor]:
-        """Accumulated gradients in the order of `params`, without parameters that have none."""
+        """Accumulated gradients in the order of `params`, without missing ones."""
         return [gradient for gradient in self._collected() if gradient is not None]
 
     def _collected(self) -> list[torch.Tensor | None]:
@@ -131,12 +113,11 @@ class Stepper:
                 param.grad = gradient.to(param.dtype)
 
     def unscale(self, factor: torch.Tensor) -> None:
-        """Divide the gradient by the loss scale."""
         torch._foreach_div_(self.gradients, factor.float())
 
     def add_up(self) -> None:
-        """Sum gradients of unsharded parameters over all ranks. FSDP sums the others, and a
-        tensor-parallel model sums in its backward pass."""
+        """Sum gradients of unsharded parameters over all ranks."""
+        # A tensor-parallel model sums in its backward pass, and FSDP sums the sharded ones.
         if self._parallel is not None:
             return
         for shared, gradient in zip(self._sharded, self._collected(), strict=True):
@@ -144,8 +125,7 @@ class Stepper:
                 self.world.total(gradient)
 
     def clip(self) -> torch.Tensor:
-        """Clip the gradient to `max_grad_norm`; return its norm before clipping, over all ranks, a
-        scalar."""
+        """Clip the gradient; return its norm before clipping over all ranks, []."""
         found = self._collected()
         if self._parallel is not None:
             pairs = zip(self.params, found, strict=True)
@@ -153,22 +133,12 @@ class Stepper:
                 {param: gradient for param, gradient in pairs if gradient is not None}
             )
         else:
-            parts = [
-                g
-                for shared, g in zip(self._sharded, found, strict=True)
-                if shared and g is not None
-            ]
-            norm = _norm(
-                [
-                    g
-                    for shared, g in zip(self._sharded, found, strict=True)
-                    if not shared and g is not None
-                ]
-            )
+            known = [(s, g) for s, g in zip(self._sharded, found, strict=True) if g is not None]
+            norm = _norm([g for sharded, g in known if not sharded])
             if any(self._sharded):
-                # Sharded gradients: each rank has some rows, so squares are summed over ranks.
-                # Others are whole.
-                norm = (norm.square() + self.world.total(_norm(parts).square())).sqrt()
+                # Each rank has some rows, so squares are summed over ranks. Others are whole.
+                parts = _norm([g for sharded, g in known if sharded])
+                norm = (norm.square() + self.world.total(parts.square())).sqrt()
         limit = self.config.max_grad_norm
         if limit:
             # Clips the masters' float32 gradients; bfloat16 ones are clipped later, when they are
@@ -181,9 +151,9 @@ class Stepper:
         return norm
 
     def compute(self) -> None:
-        """Compute the update without touching shared memory; steps nothing yet if some parameter is
-        stepped in place."""
+        """Compute the update without touching shared memory."""
         self.unwritten = True
+        # Plain AdamW in bf16 loses most small updates, so half-precision parameters have masters.
         # Parameters stepped in place may be the server's memory, so then all work waits for
         # `write`.
         self._pending = len(self.half.masters) < len(self.params)
@@ -202,7 +172,7 @@ class Stepper:
         self.zero_grad()
 
     def copies(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Map each parameter to its current copy in the trainer's own memory, if it has one."""
+        """Map parameters to their current copies in the trainer's own memory."""
         pairs = zip(self.half.params, self.half.copies(), strict=True)
         return {param: copy.detach() for param, copy in pairs if copy is not None}
 
@@ -245,7 +215,6 @@ class Stepper:
         return wide if self._shrink is None else wide.mul_(self._shrink)
 
     def _streamed(self, part: list[int]) -> list[torch.Tensor]:
-        """List the tensors of a part that are in host memory between two steps."""
         states = (
             value for i in part for value in self.optimizer.state[self.half.masters[i]].values()
         )
@@ -262,8 +231,7 @@ class Stepper:
             master.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a later attempt needs; the same with and without
-        `optimizer_offload`."""
+        """Return the state for a resume, with or without `optimizer_offload`."""
         state = {
             "name": self.config.optimizer,
             "masters": self.half.name,
@@ -276,11 +244,11 @@ class Stepper:
         return state if self.host is None else self.host.content(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore moments, weights and loss scale; learning rate, decay and betas stay this run's.
+        """Restore moments, weights and loss scale.
 
         Raises:
-            UsageError: the checkpoint has another optimizer, other master weights or another set of
-                trained parameters.
+            UsageError: the checkpoint has another optimizer, other master weights or other
+            parameters.
         """
         mine = (self.config.optimizer, self.half.name, len(self.params))
         theirs = (state["name"], state["masters"], state["parameters"])
@@ -335,11 +303,8 @@ class Stepper:
 class LossScale:
     """Loss scale for float16, whose smallest number is 6e-8 and largest 65,504.
 
-    The loss of a step is divided by its tokens, so with many tokens the gradient of one token's
-    logits falls below 6e-8. Multiplying by the power of two above that denominator brings it to
-    the size of the advantage for any batch. After an overflow the step is skipped and the scale
-    halved; after `PATIENCE` good steps it is doubled (Micikevicius et al. 2018, "Mixed Precision
-    Training", arXiv:1710.03740, section 3.2; torch's `GradScaler` uses the same interval).
+    Halved after an overflow, doubled after `PATIENCE` good steps (Micikevicius et al. 2018, "Mixed
+    Precision Training", arXiv:1710.03740, section 3.2).
     """
 
     PATIENCE = 2000
@@ -348,13 +313,14 @@ class LossScale:
         self.exponent, self.good_steps = exponent, good_steps
 
     def factor(self, denominator: torch.Tensor) -> torch.Tensor:
-        """Return the scale for a loss divided by `denominator`: a power of two, on its device."""
+        """Return the scale for a loss divided by `denominator`: a power of two."""
+        # The loss is divided by the step's tokens, so a token's gradient can fall below 6e-8; this
+        # brings it to the size of the advantage for any batch.
         # denominator = mantissa * 2^n with mantissa in [0.5, 1), so the quotient is exactly 2^n.
         mantissa, _ = torch.frexp(denominator)
         return denominator / mantissa * 2.0**self.exponent
 
     def saw(self, finite: bool) -> None:
-        """Adjust the scale after a step."""
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.exponent -= 1
@@ -367,16 +333,12 @@ class LossScale:
 
 
 def learning_rate(config: TrainingConfig, step: int) -> float:
-    """Return the learning rate of optimizer step `step` (from 1): linear warm-up, then constant, or
-    down to `lr_min` at the end of the run.
-
-    The last step is a little above `lr_min`, as in transformers' schedules: a step at rate 0 would
-    be wasted.
-    """
+    """Return the learning rate of optimizer step `step` (from 1)."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.lr_schedule == "constant":
         return config.lr
+    # The last step is a little above `lr_min`, as in transformers: rate 0 would waste it.
     done = min(
         1.0, (step - 1 - config.warmup_steps) / max(1, config.training_steps - config.warmup_steps)
     )
@@ -385,8 +347,7 @@ def learning_rate(config: TrainingConfig, step: int) -> float:
 
 
 def for_device(config: TrainingConfig, device: torch.device) -> TrainingConfig:
-    """Adapt the configuration to a CPU: default optimizer adamw (printed), small rows, no offload;
-    explicit optimizers and row sizes stay."""
+    """Adapt defaults to a CPU: optimizer adamw, small rows, no offload."""
     if device.type != "cpu":
         return config
     update: dict[str, Any] = {}
@@ -453,7 +414,6 @@ def _collect_into(target: torch.Tensor) -> Any:
 
 
 def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of all gradients together, accumulated in at least float32; a scalar."""
     # A norm accumulated in bfloat16 would lose most of its terms.
     halves = [
         torch.linalg.vector_norm(g, dtype=torch.float32)
@@ -466,21 +426,18 @@ def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 class MasterWeights(ABC):
-    """Strategy for some half-precision parameters (possibly none).
+    """Strategy for half-precision parameters (possibly none), stepped in parts.
 
-    A step handles parameters in parts. For each parameter of a part: `fill`, then the optimizer's
-    step, then `keep`.
+    For each parameter of a part: `fill`, then the optimizer's step, then `keep`.
     """
 
     name: str
     params: list[torch.Tensor]
     masters: list[torch.Tensor]
-    """float32 stand-ins with the parameters' shapes; they carry the gradient while their part is
-    stepped."""
+    """float32 stand-ins; they carry the gradient while their part is stepped."""
 
     def parts(self, indices: list[int]) -> Iterator[list[int]]:
-        """Group `indices` into parts of at most `PART_PARAMETERS` elements; a larger parameter is
-        alone."""
+        """Group `indices` into parts of at most `PART_PARAMETERS` elements."""
         part: list[int] = []
         size = 0
         for index in indices:
@@ -499,16 +456,15 @@ class MasterWeights(ABC):
 
     @abstractmethod
     def keep(self, index: int, gradient: torch.Tensor) -> None:
-        """Take the result of the step; until `write` it may occupy the memory of `gradient`."""
+        """Take the result; until `write` it may occupy the memory of `gradient`."""
 
     def in_host(self, index: int) -> list[torch.Tensor]:
-        """Return a parameter's tensors that are in host memory between two steps, except optimizer
-        state."""
+        """Tensors in host memory between two steps, except optimizer state."""
         return []
 
     @abstractmethod
     def copies(self) -> Sequence[torch.Tensor | None]:
-        """Return each parameter's current copy in this process; None if there is none."""
+        """Each parameter's current copy in this process, if any."""
 
     @abstractmethod
     def write(self) -> None:
@@ -519,11 +475,11 @@ class MasterWeights(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the exact state; the parameters already hold the checkpoint's weights."""
+        """Restore; the parameters already hold the checkpoint's weights."""
 
 
 class Float32Copy(MasterWeights):
-    """A float32 copy of every parameter, on its device."""
+    """A float32 copy of every parameter: 4 bytes a parameter."""
 
     name = "fp32"
 
@@ -532,10 +488,10 @@ class Float32Copy(MasterWeights):
         self.masters = [p.detach().float().clone().requires_grad_() for p in params]
 
     def fill(self, index: int) -> None:
-        """No-op: the master always holds the weights."""
+        pass  # the master always holds the weights
 
     def keep(self, index: int, gradient: torch.Tensor) -> None:
-        """No-op: the master keeps the result."""
+        pass
 
     def copies(self) -> Sequence[torch.Tensor | None]:
         return self.masters
@@ -555,8 +511,7 @@ class Float32Copy(MasterWeights):
 
 
 class _Rounded(MasterWeights):
-    """Masters that have memory only while their part is stepped. The result is rounded at once and
-    kept in the gradients' memory, so the server's pause covers only a copy."""
+    """Masters that have memory only while their part is stepped."""
 
     def __init__(self, params: list[torch.Tensor]) -> None:
         self.params = params
@@ -582,7 +537,7 @@ class _Rounded(MasterWeights):
 
     @abstractmethod
     def _round(self, index: int, weights: torch.Tensor, into: torch.Tensor) -> None:
-        """Round float32 `weights` to the dtype of parameter `index`, into `into`."""
+        """Round float32 `weights` into `into`, of the dtype of parameter `index`."""
 
     def copies(self) -> Sequence[torch.Tensor | None]:
         return self._stepped
@@ -610,7 +565,7 @@ class Float32InHost(_Rounded):
         self._stepped = [None] * len(params)
 
     def fill(self, index: int) -> None:
-        """No-op: `HostMemory.streamed` has fetched the master."""
+        pass  # `HostMemory.streamed` has fetched the master
 
     @torch.no_grad()
     def keep(self, index: int, gradient: torch.Tensor) -> None:
@@ -636,10 +591,9 @@ class Float32InHost(_Rounded):
 
 
 class Kahan(_Rounded):
-    """Kahan summation: the rounding error is added again in the next step.
+    """The rounding error, in half precision, is added again in the next step: 2 bytes a parameter.
 
-    "Revisiting BFloat16 Training" (Zamirai et al. 2020, arXiv:2010.06192, algorithm 1): parameter
-    and compensation together have about 16 bits of mantissa.
+    "Revisiting BFloat16 Training" (Zamirai et al. 2020, arXiv:2010.06192, algorithm 1).
     """
 
     name = "kahan"
@@ -675,8 +629,7 @@ class Kahan(_Rounded):
 
 
 class Stochastic(_Rounded):
-    """Stochastic rounding to bfloat16 (Gupta et al. 2015): up with a probability equal to the
-    cut-off fraction."""
+    """Random rounding to bfloat16, right on average (Gupta et al. 2015): 0 bytes."""
 
     name = "stochastic"
 
@@ -684,8 +637,8 @@ class Stochastic(_Rounded):
         self, params: list[torch.Tensor], seed: int, first: Sequence[int] | None = None
     ) -> None:
         """Args:
-        first: for each of `params`, its first element's index in the whole parameter; default: all
-        are whole."""
+        first: index of each parameter's first element in the whole one; default: 0.
+        """
         odd = next((p.dtype for p in params if p.dtype != torch.bfloat16), None)
         if odd is not None:
             raise UsageError(
@@ -720,15 +673,16 @@ class Stochastic(_Rounded):
 
 
 def salt(key: bytes, first: int, device: torch.device) -> torch.Tensor:
-    """Return the seed for `dice` of elements from `first` on under `key` (8 bytes), [2] int32. The
-    bits do not depend on how ranks split a parameter."""
+    """Return the seed for `dice` of elements from `first` on under `key` (8 bytes), [2] int32."""
     low, high = struct.unpack("<2I", key)
     return torch.tensor([(first + low) % (1 << 32), high], device=device).int()
 
 
 def dice(salt: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return 16 random bits for each element, int32: two rounds of a 32-bit hash of its index
-    (lowbias32: Wellons 2018, "Prospecting for Hash Functions"). Arithmetic wraps as int32."""
+    """Return 16 random bits for each element, int32.
+
+    Two rounds of a hash of its index (lowbias32: Wellons 2018, "Prospecting for Hash Functions").
+    """
     bits = torch.arange(shape.numel(), dtype=torch.int32, device=salt.device).view(shape)
     for each in salt:  # two rounds, one per half of the key
         bits = bits + each
@@ -740,8 +694,7 @@ def dice(salt: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 @compiled_on_cuda  # one pass over the memory; as separate operations it takes about twenty
 def round_stochastically(values: torch.Tensor, salt: torch.Tensor) -> torch.Tensor:
-    """Round float32 `values` to a neighbouring bfloat16 at random, right on average; NaN and
-    infinity stay."""
+    """Round float32 `values` to a neighbouring bfloat16 at random; NaN stays."""
     # bfloat16 is the upper half of a float32. Adding 16 random bits to the lower half carries into
     # it with exactly the probability of the cut-off fraction.
     bits = values.detach().view(torch.int32)
@@ -756,8 +709,7 @@ def make_master_weights(
     host: HostMemory | None = None,
     first: Sequence[int] | None = None,
 ) -> MasterWeights:
-    """Create the strategy `name` over half-precision `params`; with `host` its copies are in host
-    memory; `first` as in `Stochastic`."""
+    """Create the strategy `name` over half-precision `params`."""
     if name == "stochastic":
         return Stochastic(params, seed, first)
     if name == "kahan":

@@ -1,17 +1,7 @@
 """One optimizer step up to the point where weights change: forward, backward, gradient clipping.
 
-The denominator belongs to the whole step (its tokens, its sequences or a constant) and is known
-before the first backward pass, so the split into rows and ranks changes neither loss nor gradient.
-The balance loss of a mixture of experts is per row, weighted by the row's share of the step's
-tokens, whatever the denominator. Sums stay on the device; one transfer at the end brings them to
-the CPU.
-
-Several ranks train one row each at a time, and each forward and backward pass involves all ranks.
-So whether a row gets a pass is decided over all ranks' rows at the same index; a rank without a row
-there has an empty one.
-
-Rows whose advantages are all 0 have no gradient unless another term of the loss gives them one.
-They only pass forward, for the figures over all tokens (ratio, entropy, alignment).
+The denominator belongs to the whole step and is known before the first backward pass, so the split
+into rows and ranks changes neither loss nor gradient.
 """
 
 from __future__ import annotations
@@ -67,32 +57,27 @@ class StepOutcome:
     """Figures of one optimizer step, or of all steps on a batch."""
 
     metrics: dict[str, float]
-    """By field of the `step` record; without those that do not apply to any token."""
+    """Values by field of the `step` record; without those that apply to no token."""
     diffs: DiffSums
-    """Over the trained tokens that came with a logprob, including masked ones."""
+    """Over trained tokens that came with a logprob, masked ones included."""
     tokens: int
     steps: int = 1
 
     @property
     def finite(self) -> bool:
-        """True if the update may be applied."""
+        """The update may be applied."""
         return math.isfinite(self.metrics["loss"]) and math.isfinite(self.metrics["grad_norm"])
 
 
 @dataclass(frozen=True)
 class _DeviceRow:
-    """A packed row on the device, with the objective's extra inputs."""
-
     packed: PackedRow
     sequences: Sequences
     correction: Correction | None
-    learns: bool = True
-    """Needs a backward pass."""
+    learns: bool = True  # needs a backward pass
     measured: torch.Tensor | None = None
-    """[T] bool, False where the trainer's own logprob replaces a missing one; None: all came with
-    the rollouts."""
-    known: bool = False
-    """The trainer's own logprobs are already included."""
+    """[T] bool, False where the trainer's own logprob replaces a missing one"""
+    known: bool = False  # the trainer's own logprobs are included
 
 
 def accumulate(
@@ -109,17 +94,18 @@ def accumulate(
     """Accumulate the clipped gradient of one optimizer step in `stepper`; no parameter changes.
 
     Args:
-        rows: this rank's rows, on any device; equally many on every rank, with at least one trained
-            token in all.
+        rows: this rank's rows; equally many on every rank, with a trained token in all.
         step: optimizer step from 1, for the learning rate.
-        world: ranks that train the other rows of this step; the outcome covers all of them.
-        threads: number of threads that train rows in parallel; for models on a CPU.
-        reference: fills in missing reference logprobs; None: such rows have no reference term.
+        world: ranks that train the other rows; the outcome covers all of them.
+        threads: threads that train rows in parallel; for models on a CPU.
+        reference: fills in missing reference logprobs.
     """
     device = next(model.parameters()).device
     if reference is not None:
         rows = reference.fill(rows, threads, world)
     learns = anywhere(world, [objective.teaches(row.advantages) for row in rows])
+    # Rows without a gradient pass forward only, for the figures. Each pass involves all ranks, so
+    # whether a row gets one is decided over all ranks' rows at the same index.
     # With no gradient at all the optimizer would skip every parameter.
     learns[0] |= not any(learns)  # momentum needs a gradient, even if it is 0
     needs_own = anywhere(world, [_needs_own_logprobs(row, objective) for row in rows])
@@ -187,8 +173,7 @@ def accumulate(
 def _divisors(
     rows: Sequence[_DeviceRow], objective: Objective, world: World, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the objective's denominator and the number of all trained tokens, masked ones
-    included; both over the whole step."""
+    """Return the objective's denominator and all trained tokens, over the whole step."""
     # After `_on_device`, so that masked tokens are already out of the counts.
     counts = count([(row.sequences, row.correction) for row in rows], device)
     labels = torch.tensor(
@@ -202,7 +187,6 @@ def _divisors(
 
 
 def _needs_own_logprobs(row: PackedRow, objective: Objective) -> bool:
-    """Return True if the trainer's own logprobs are needed before any row trains."""
     # A mask changes the denominator, so it needs them first. Otherwise those of the training pass
     # are the same: no weight has changed yet, and batches of several steps bring their base along.
     return row.base is None and objective.bounds is not None and objective.bounds.mask != "none"
@@ -216,7 +200,6 @@ def _on_device(
     learns: bool,
     needs_own: bool,
 ) -> _DeviceRow:
-    """Move a row to the device; if `needs_own`, compute the trainer's own logprobs for it."""
     ids, missing = row.sequences, row.logprobs.isnan()
     some_missing = bool(missing.any())  # on the CPU: on a GPU this would synchronize
     row = row.to(device)
@@ -231,8 +214,7 @@ def _on_device(
 
 
 def _based(ready: _DeviceRow, base: torch.Tensor, objective: Objective) -> _DeviceRow:
-    """Add the trainer's own logprobs, [T]: the base of the ratio with `ratio_base = proximal`, and
-    the replacement for missing rollout logprobs."""
+    """Add the trainer's own logprobs, [T]: base of the ratio, and in place of missing ones."""
     row = ready.packed
     if not len(row.labels):
         return ready
@@ -247,7 +229,7 @@ def _based(ready: _DeviceRow, base: torch.Tensor, objective: Objective) -> _Devi
 
 
 def _accompany(model: torch.nn.Module, row: _DeviceRow) -> None:
-    """Run the model on an empty row, because other ranks have tokens there; its gradient is 0."""
+    # Other ranks have tokens in this row; the gradient of an empty one is 0.
     with torch.set_grad_enabled(row.learns):
         nothing = row_logprobs(model, row.packed).sum()
     if row.learns:
@@ -261,9 +243,7 @@ Values = dict[str, torch.Tensor]
 def _forward(
     model: torch.nn.Module, row: PackedRow, objective: Objective
 ) -> tuple[TokenScores, torch.Tensor | None, torch.Tensor | None, Values]:
-    """Return the labels' scores, [T]; more terms of each token's loss, [T]; the row's weighted
-    balance loss, []; and the sums of the terms. None stands for a term that the objective does not
-    have."""
+    """Return scores, [T]; further terms of each token's loss, [T]; balance loss, []; sums."""
     values: Values = {}
     routing: list[torch.Tensor] | None = [] if objective.balance_coef else None
     if row.teacher_ids is None or row.teacher_logprobs is None:
@@ -293,7 +273,6 @@ def _forward(
 
 @torch.no_grad()
 def _values(part: LossSums, scores: TokenScores, row: _DeviceRow) -> Values:
-    """Return a row's sums and maxima, over its T trained tokens."""
     logprobs, rollout, correction = scores.logprobs, row.packed.logprobs, row.correction
     labels = torch.ones_like(rollout).sum()
     measured = torch.ones_like(rollout) if row.measured is None else row.measured.to(rollout.dtype)
@@ -320,8 +299,7 @@ def _values(part: LossSums, scores: TokenScores, row: _DeviceRow) -> Values:
 
 
 class _Totals:
-    """Sums and maxima over the rows of a step, in float64 on the device: no transfer until
-    `outcome`."""
+    """Sums and maxima over the rows of a step, in float64 on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
@@ -339,7 +317,6 @@ class _Totals:
         self._maxima = torch.maximum(self._maxima, column(_MAXIMA))
 
     def over(self, world: World) -> _Totals:
-        """Reduce over all ranks, in place."""
         self._sums, self._maxima = world.total(self._sums), world.largest(self._maxima)
         return self
 

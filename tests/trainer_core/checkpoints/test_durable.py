@@ -20,7 +20,7 @@ import torch
 from tests.support.tmpfs import mounted
 from tests.trainer_core.stand_ins import Engine, Recorded, group, plain_model, run_config
 from trainer_core.checkpoints import checkpoint
-from trainer_core.checkpoints.durable import PART_BYTES, checksums, damage, seal
+from trainer_core.checkpoints.checkpoint import PART_BYTES, checksums, damage, seal
 from trainer_core.checkpoints.saving import BackgroundSave, Saver
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import DiskFull, UsageError
@@ -220,7 +220,7 @@ def test_keep_does_not_count_damaged_ones(base: Path, tmp_path: Path) -> None:
 def test_a_file_of_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum depends on every part, and on nothing but the content."""
     assert PART_BYTES % (1 << 22) == 0
-    monkeypatch.setattr("trainer_core.checkpoints.durable.PART_BYTES", 1 << 22)
+    monkeypatch.setattr("trainer_core.checkpoints.checkpoint.PART_BYTES", 1 << 22)
     content = random.Random(0).randbytes((1 << 22) * 2 + 5)
     names = ["one", "other", "changed"]
     for name in names:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from trainer_core.checkpoints.resharding import SavedTensor, cut
+from trainer_core.checkpoints.state import SavedTensor, cut
 from trainer_core.errors import UsageError
 from trainer_core.policy.sharding import Rows
 

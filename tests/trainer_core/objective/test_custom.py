@@ -14,8 +14,8 @@ from tests.trainer_core.objective import my_losses
 from tests.trainer_core.offline_runs import STEPS, group_of, offline_config, write_lines
 from trainer_core import LossError, Sequences, TrainingConfig, UsageError, grpo_loss, train
 from trainer_core.__main__ import main
-from trainer_core.objective.custom import own_loss
 from trainer_core.objective.loss import Bounds, correct, from_function
+from trainer_core.objective.registry import own_loss
 
 CPU = torch.device("cpu")
 SAME = (

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from trainer_core.checkpoints.checkpoint import join_tensors, split_tensors
+from trainer_core.checkpoints.state import join_tensors, split_tensors
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 from trainer_core.optimization.optimizers import (

@@ -24,7 +24,7 @@ from transformers import (
 
 from atropos_common.protocol.manifest import Shard, TensorEntry, TensorView
 from tests.support.made_rollouts import rollouts_of
-from trainer_core.checkpoints import checkpoint
+from trainer_core.checkpoints import checkpoint, state
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 from trainer_core.objective.registry import Objective
@@ -273,10 +273,10 @@ def _resume(folder: Path, world: World) -> dict[str, Any]:
     with patch.object(sharding, "load_model", lambda *args: read.append(args) or load_model(*args)):
         copy_weights(model, saved.path, world)
     again = Stepper(model, config, world)
-    checkpoint.restore(saved.path, again)
+    state.restore(saved.path, again)
     later = one(model, again, 2)
     try:
-        checkpoint.restore(saved.path, Stepper(whole, config, world))
+        state.restore(saved.path, Stepper(whole, config, world))
         refused = ""
     except UsageError as error:
         refused = str(error)

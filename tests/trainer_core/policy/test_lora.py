@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from tests.support.made_rollouts import rollouts_of
 from tests.support.small_models import CONFIGS, build
 from trainer_core.__main__ import parse_args
-from trainer_core.checkpoints import checkpoint
+from trainer_core.checkpoints import checkpoint, state
 from trainer_core.config import TrainingConfig, validate
 from trainer_core.errors import UsageError
 from trainer_core.objective.registry import Objective
@@ -297,7 +297,7 @@ def test_a_checkpoint_holds_the_adapter_and_resumes_to_the_bit(qwen: Path, tmp_p
     scramble(again)
     load_adapter(again, point.path)
     resumed = Stepper(again, settings)
-    checkpoint.restore(point.path, resumed)
+    state.restore(point.path, resumed)
     for one, its in ((model, stepper), (again, resumed)):
         accumulate(one, its, pack(rollouts_of(6, seed=1), 64), Objective(settings), 4)
         its.compute()

@@ -14,10 +14,9 @@ from typing import Any
 import trainer_core.loop as loop
 from tests.trainer_core.offline_runs import group_of, offline_config
 from trainer_core import Stopped, train
-from trainer_core.callbacks import Callback
 from trainer_core.errors import ApiError, RankGone, TrainerError
 from trainer_core.ranks.world import on_every_rank, own_rank
-from trainer_core.report import StepReport
+from trainer_core.report import Callback, StepReport
 
 
 class Waits:

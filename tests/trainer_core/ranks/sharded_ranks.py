@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.support.made_rollouts import rollouts_of
-from trainer_core.checkpoints import checkpoint
+from trainer_core.checkpoints import checkpoint, state
 from trainer_core.checkpoints.saving import BackgroundSave
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
@@ -111,7 +111,7 @@ class Trainer:
             compile_layers(self.model)
         self.stepper = Stepper(self.model, config, world)
         if resume is not None:
-            checkpoint.restore(resume, self.stepper)
+            state.restore(resume, self.stepper)
         self.reference = Reference(config, self.model, CPU, world) if config.ref_kl_coef else None
         self.objective = Objective(config)
 
