@@ -13,47 +13,50 @@ from typing import TYPE_CHECKING, Any
 
 # For type checkers and editors only; at run time `__getattr__` imports these.
 if TYPE_CHECKING:
-    from trainer_core.config import TrainingConfig
-    from trainer_core.errors import (
-        ApiError,
-        CallbackError,
-        EngineError,
-        EngineGone,
-        LossError,
-        MemoryFullError,
-        MismatchError,
-        MissingLogprobs,
-        NonFiniteError,
-        NoUpdateError,
-        RolloutsEnd,
-        Stopped,
-        TooMuchLeftOut,
-        TrainerError,
-        UsageError,
-    )
-    from trainer_core.loop import train
-    from trainer_core.objective.loss import (
-        Bounds,
-        Correction,
-        LossSums,
-        Sequences,
-        cispo_loss,
-        correct,
-        grpo_loss,
-        gspo_loss,
-    )
-    from trainer_core.objective.registry import Objective
-    from trainer_core.optimization.optimizers import Stepper
-    from trainer_core.optimization.step import StepOutcome, accumulate
-    from trainer_core.policy.load import load_model
-    from trainer_core.policy.logprobs import row_logprobs
-    from trainer_core.report import Callback, TrainResult
-    from trainer_core.rollouts.batch import Batch, Rollout, group_advantages, read_batch
-    from trainer_core.rollouts.client import RolloutSource
-    from trainer_core.rollouts.packing import PackedRow, pack
-    from trainer_core.rollouts.recorded import RecordedRollouts, Recorder
+    from trainer_core.config import TrainingConfig as TrainingConfig
+    from trainer_core.errors import ApiError as ApiError
+    from trainer_core.errors import CallbackError as CallbackError
+    from trainer_core.errors import EngineError as EngineError
+    from trainer_core.errors import EngineGone as EngineGone
+    from trainer_core.errors import LossError as LossError
+    from trainer_core.errors import MemoryFullError as MemoryFullError
+    from trainer_core.errors import MismatchError as MismatchError
+    from trainer_core.errors import MissingLogprobs as MissingLogprobs
+    from trainer_core.errors import NonFiniteError as NonFiniteError
+    from trainer_core.errors import NoUpdateError as NoUpdateError
+    from trainer_core.errors import RolloutsEnd as RolloutsEnd
+    from trainer_core.errors import Stopped as Stopped
+    from trainer_core.errors import TooMuchLeftOut as TooMuchLeftOut
+    from trainer_core.errors import TrainerError as TrainerError
+    from trainer_core.errors import UsageError as UsageError
+    from trainer_core.loop import train as train
+    from trainer_core.objective.loss import Bounds as Bounds
+    from trainer_core.objective.loss import Correction as Correction
+    from trainer_core.objective.loss import LossSums as LossSums
+    from trainer_core.objective.loss import Sequences as Sequences
+    from trainer_core.objective.loss import cispo_loss as cispo_loss
+    from trainer_core.objective.loss import correct as correct
+    from trainer_core.objective.loss import grpo_loss as grpo_loss
+    from trainer_core.objective.loss import gspo_loss as gspo_loss
+    from trainer_core.objective.registry import Objective as Objective
+    from trainer_core.optimization.optimizers import Stepper as Stepper
+    from trainer_core.optimization.step import StepOutcome as StepOutcome
+    from trainer_core.optimization.step import accumulate as accumulate
+    from trainer_core.policy.load import load_model as load_model
+    from trainer_core.policy.logprobs import row_logprobs as row_logprobs
+    from trainer_core.report import Callback as Callback
+    from trainer_core.report import TrainResult as TrainResult
+    from trainer_core.rollouts.batch import Batch as Batch
+    from trainer_core.rollouts.batch import Rollout as Rollout
+    from trainer_core.rollouts.batch import group_advantages as group_advantages
+    from trainer_core.rollouts.batch import read_batch as read_batch
+    from trainer_core.rollouts.client import RolloutSource as RolloutSource
+    from trainer_core.rollouts.packing import PackedRow as PackedRow
+    from trainer_core.rollouts.packing import pack as pack
+    from trainer_core.rollouts.recorded import RecordedRollouts as RecordedRollouts
+    from trainer_core.rollouts.recorded import Recorder as Recorder
 
-# Module -> its exported names. A new export goes here, into `__all__` and into the imports above.
+# Module -> its exported names. A new export goes here and into the imports above.
 _MODULES = {
     "config": "TrainingConfig",
     "errors": "ApiError CallbackError EngineError EngineGone LossError MemoryFullError "
@@ -76,50 +79,7 @@ _EXPORTS = {
     name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()
 }
 
-__all__ = [
-    "ApiError",
-    "Batch",
-    "Bounds",
-    "Callback",
-    "CallbackError",
-    "Correction",
-    "EngineError",
-    "EngineGone",
-    "LossError",
-    "LossSums",
-    "MemoryFullError",
-    "MismatchError",
-    "MissingLogprobs",
-    "NoUpdateError",
-    "NonFiniteError",
-    "Objective",
-    "PackedRow",
-    "RecordedRollouts",
-    "Recorder",
-    "Rollout",
-    "RolloutSource",
-    "RolloutsEnd",
-    "Sequences",
-    "StepOutcome",
-    "Stepper",
-    "Stopped",
-    "TooMuchLeftOut",
-    "TrainResult",
-    "TrainerError",
-    "TrainingConfig",
-    "UsageError",
-    "accumulate",
-    "cispo_loss",
-    "correct",
-    "group_advantages",
-    "grpo_loss",
-    "gspo_loss",
-    "load_model",
-    "pack",
-    "read_batch",
-    "row_logprobs",
-    "train",
-]
+__all__ = list(_EXPORTS)
 
 
 # PEP 562: Python calls this for a name that the module does not have yet.

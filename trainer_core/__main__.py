@@ -199,7 +199,7 @@ def _rank() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if not own_rank():
-        # torchrun exits with 1 whatever its ranks return; `launch.py` reads this file instead.
+        # torchrun exits with 1 whatever its ranks return; `ranks/launch.py` reads this file.
         write_code(code)
     # The interpreter's normal exit would wait for ranks that are gone.
     os._exit(code)

@@ -15,14 +15,14 @@ MOST_SKIPPED = 20
 # At least one of the last steps must make an update.
 LAST_SKIPPED = 3
 
-NON_FINITE = """loss or gradient was not a finite number in {steps} steps in a row, so no update was made. \
-{last}. Ways out:
-  lower --lr or --max-grad-norm, and resume from that checkpoint or an earlier one (--resume CHECKPOINT)
+NON_FINITE = """loss or gradient was not a finite number in {steps} steps in a row, so no update \
+was made. {last}. Ways out:
+  lower --lr or --max-grad-norm, and resume from that checkpoint or an earlier one (--resume PATH)
   use --dtype bfloat16 or float32 instead of float16, whose largest number is 65,504
   check the weights of the base model: does the server return NaN, too?"""
 NOTHING_TRAINED = "no update was made, so no final model is saved: {why}"
-LAST_STEPS = """the last {skipped} of {steps} steps made no update: their loss or gradient was not a finite number. \
-No final model is saved. {last}
+LAST_STEPS = """the last {skipped} of {steps} steps made no update: their loss or gradient was not \
+a finite number. No final model is saved. {last}
 fix: lower --lr or --max-grad-norm, and resume from a checkpoint before the first of these steps"""
 
 

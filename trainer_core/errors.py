@@ -67,7 +67,7 @@ class EngineGone(TrainerError):
         """A server sent this answer."""
 
 
-# `__main__` exits with GONE_CODE for this one, so that `launch.py` tells the cause from its
+# `__main__` exits with GONE_CODE for this one, so that `ranks/launch.py` tells the cause from its
 # effects.
 class RankGone(TrainerError):
     """Another rank of this trainer has ended."""

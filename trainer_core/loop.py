@@ -100,7 +100,8 @@ OUT_OF_MEMORY = """{error}
 The trainer does not fit into the GPU's memory. Ways out, the cheapest first:
   --gradient-checkpointing on, or --pack-tokens below {tokens}: fewer activations, the same gradient
   --master-weights kahan or stochastic, --optimizer adamw_8bit or adafactor: less state
-  --optimizer-offload true, --activation-offload true: into the host's memory; --gradient-dtype bfloat16: half of it
+  --optimizer-offload true, --activation-offload true: into the host's memory
+  --gradient-dtype bfloat16: half the gradients
   a lower --gpu-memory-utilization of the server (vllm.gpu_memory_utilization in a profile)
   --context-parallel 2 on several GPUs: each computes a part of every row
   --train-layer-indices for the upper layers alone, or a shorter --seq-len
@@ -205,6 +206,7 @@ class Run:
         api: source of batches; used on rank 0 only.
         opened: closes what is opened here, in reverse order.
         """
+        # 1. Settings and counters, which need no model.
         self.world = world
         self.device = _device(config)
         use_memory(self.device)
@@ -221,12 +223,16 @@ class Run:
         self.history: list[dict[str, Any]] = []
         self.keeps_history = keep_history
         self.objective = Objective(config, own_loss(config, loss_fn, self.device))
+
+        # 2. Records: whatever follows may write them.
         self.telemetry = open_telemetry(config.save_path, config.trainer_rank)
         opened.callback(self.telemetry.close)
         self.tracker = world.first(lambda: Trackers(config, start.step + 1))
         if self.tracker:
             self.telemetry.listener = self.tracker.see
         self.reader = TextReader(config.model_name)
+
+        # 3. The policy. Each call takes the model as the one before left it.
         self.sync = make_sync(config, self.device, stop, world)
         opened.callback(self.sync.close)
         # Before the model: a new LoRA adapter is initialised at random, equally on all ranks.
@@ -243,6 +249,8 @@ class Run:
         world.share(self._require_recording)
         self.objective.balance_coef = balance_coefficient(self.model, config.router_aux_loss_coef)
         self.threads = use_cores(self.model, config, self.device, world.size)
+
+        # 4. Optimizer and checkpoints, over the parameters that are trained now.
         # Before the first update: the reference is the policy as it was at the run's start.
         self.reference = self._reference(start) if config.ref_kl_coef else None
         self.stepper = _stepper(
@@ -253,6 +261,8 @@ class Run:
         self.sync.wait_for_room = lambda folder, words: self.saver.wait_for_room(
             self.step, folder, words
         )
+
+        # 5. Around a step. The batches come last: they talk to the attached servers.
         self.minibatches = Minibatches(
             config,
             self.model,
@@ -272,14 +282,10 @@ class Run:
         self.bench = BenchmarkTotals(config.mode)
         print(f"Ready to train from step {self.step + 1} with weight version {self.version}")
         if speaks_for_node():
-            print(
-                f"Ready to train beside rank 0, from rank {world.rank} on",
-                file=sys.__stdout__,
-                flush=True,
-            )
-        if (
-            not world.rank or speaks_for_node()
-        ):  # the trainer on each node is a component with a stage of its own
+            text = f"Ready to train beside rank 0, from rank {world.rank} on"
+            print(text, file=sys.__stdout__, flush=True)
+        # The trainer on each node is a component with a stage of its own.
+        if not world.rank or speaks_for_node():
             reach(ATTACHED)
 
     def _reference(self, start: checkpoint.StartingPoint) -> Reference:
@@ -347,9 +353,8 @@ class Run:
             with suppress(EngineGone):  # the publish finds that out
                 if not engine.info().records_routing:
                     raise UsageError(
-                        f"--routing-replay: the server at {engine.base_url} does not record "
-                        f"expert choices: start it "
-                        f"with --{ROUTING_FLAG}, or leave out --routing-replay"
+                        f"--routing-replay: the server at {engine.base_url} does not record expert "
+                        f"choices: start it with --{ROUTING_FLAG}, or leave out --routing-replay"
                     )
 
     def _routing_asker(self, routers: RouterShape | None) -> RoutingAsker | None:

@@ -349,9 +349,8 @@ def _filtered(scored: _Scored) -> str | None:
     if float(surplus.min()) < -NOISE or float(surplus.mean()) < NOISE:
         return None
     return (
-        f"{SAMPLING}: every rollout logprob is above the trainer's, by "
-        f"{float(surplus.mean()):.2g} on average: top-p, "
-        "top-k or min-p took the other tokens away"
+        f"{SAMPLING}: every rollout logprob is above the trainer's, by {float(surplus.mean()):.2g} "
+        f"on average: top-p, top-k or min-p took the other tokens away"
     )
 
 

@@ -229,7 +229,9 @@ class StepRecord(TrainerRecord):
             smooth=True,
         ),
     ]
-    reward_std: Annotated[Number, Metric("Standard deviation over the same sequences", smooth=True)]
+    reward_std: Annotated[
+        Number, Metric("Standard deviation over the sequences of `reward_mean`", smooth=True)
+    ]
     tokens: Annotated[int, Metric("Trained tokens")]
     sequences: Annotated[int, Metric("Trained sequences")]
     optimizer_steps: Annotated[
@@ -356,7 +358,7 @@ class StepRecord(TrainerRecord):
             "unknown. [The bound](modes.md#how-old-rollouts-are)"
         ),
     ] = None
-    policy_lag_max: Annotated[Number | None, Metric("The same, of the oldest sequence")] = None
+    policy_lag_max: Annotated[Number | None, Metric("Largest policy lag of a sequence")] = None
     weight_version: Annotated[Whole, Metric("Version that the server has after the step")]
     ref_kl: Annotated[
         Number | None,
@@ -389,20 +391,21 @@ class StepRecord(TrainerRecord):
         Metric("Malformed sequences of `left_out`, by environment and reason"),
     ] = Field(default_factory=dict)
     fault_examples: Annotated[
-        dict[str, str], Metric("One example of them for each environment")
+        dict[str, str], Metric("One example of `faults_by_env` for each environment")
     ] = Field(default_factory=dict)
     too_old: Annotated[
         int, Metric("Sequences of `left_out` whose policy lag exceeds their bound")
     ] = 0
     policy_lag_bound: Annotated[
-        int | None, Metric("Bound that left out the newest of them; `null` if none was")
+        int | None,
+        Metric("Bound that left out the newest sequence of `too_old`; `null` if none was left out"),
     ] = None
     groups_by_env: Annotated[
         dict[str, int], Metric("Well-formed groups of the batch by environment")
     ] = Field(default_factory=dict)
-    flat_groups_by_env: Annotated[dict[str, int], Metric("Groups with equal scores among them")] = (
-        Field(default_factory=dict)
-    )
+    flat_groups_by_env: Annotated[
+        dict[str, int], Metric("Groups with equal scores, by environment")
+    ] = Field(default_factory=dict)
     unused_fields: Annotated[
         dict[str, int],
         Metric(
@@ -502,13 +505,15 @@ class AlignmentRecord(TrainerRecord):
 
 class TimingRecord(TrainerRecord):
     kind: Literal["timing"] = "timing"
-    step_s: Annotated[Number, Metric("Of the whole step", "train/step_time", smooth=True)]
-    data_wait_s: Annotated[Number, Metric("For a batch", "train/data_fetch_time", smooth=True)]
-    train_s: Annotated[Number, Metric("Of training", smooth=True)]
-    sync_s: Annotated[Number, Metric("Of the publish", "train/sync_time", smooth=True)]
+    step_s: Annotated[Number, Metric("Seconds of the whole step", "train/step_time", smooth=True)]
+    data_wait_s: Annotated[
+        Number, Metric("Seconds of waiting for a batch", "train/data_fetch_time", smooth=True)
+    ]
+    train_s: Annotated[Number, Metric("Seconds of training", smooth=True)]
+    sync_s: Annotated[Number, Metric("Seconds of the publish", "train/sync_time", smooth=True)]
     checkpoint_s: Number
     tokens_per_s: Annotated[
-        Number, Metric("Trained tokens, prompts included, by the whole step", smooth=True)
+        Number, Metric("Trained tokens a second of the whole step, prompts included", smooth=True)
     ]
     # FLOP utilization of the training part (`train_s`); None if the GPU's peak is unknown.
     mfu: Number | None = None

@@ -1,10 +1,9 @@
 """Checkpoints: a model folder that plain transformers loads, plus the state for an exact resume.
 
     save_path/step_N/          model.safetensors, config.json, tokenizer
-                               trainer_state/tensors.safetensors, tensors-R-of-N.safetensors: ranks
+                               trainer_state/tensors.safetensors (of ranks: tensors-R-of-N)
                                trainer_state.json: step, weight version and other plain values
-    save_path/adapter_step_N/  adapter_model.safetensors and adapter_config.json instead of the
-    model;
+    save_path/adapter_step_N/  the same with adapter_model.safetensors and adapter_config.json;
                                with `ref_kl_coef` reference/, the adapter at the run's start
     save_path/final_model/     model or adapter without optimizer state
     save_path/final_adapter/   with `lora_merged_export`, beside the whole model
@@ -101,14 +100,11 @@ def starting_point(config: TrainingConfig) -> StartingPoint:
         return _point(Path(config.resume), config)
     save_path = Path(config.save_path)
     _clear_interrupted(save_path)
-    numbered = [
-        (_step_of(path), True, path) for path in _numbered(save_path, config.trains_adapters)
-    ]
+    adapters = config.trains_adapters
+    numbered = [(_step_of(path), True, path) for path in _numbered(save_path, adapters)]
     # A final model has no optimizer state; it is newest if a run ended after its last checkpoint.
     # Highest step first. At equal steps the numbered checkpoint wins: True sorts after False.
-    for _, exact, path in sorted(
-        [*numbered, *_ends(save_path, config.trains_adapters)], reverse=True
-    ):
+    for _, exact, path in sorted([*numbered, *_ends(save_path, adapters)], reverse=True):
         try:
             return _point(path, config, exact=exact)
         except UsageError as error:
@@ -126,9 +122,8 @@ def _require_writable(save_path: Path) -> None:
         if why_full(error):
             return
         raise UsageError(
-            f"--save-path {save_path}: checkpoints cannot be written there "
-            f"({error.strerror}). fix: choose a folder "
-            "that you can write to"
+            f"--save-path {save_path}: checkpoints cannot be written there ({error.strerror}). "
+            f"fix: choose a folder that you can write to"
         ) from None
 
 
@@ -155,15 +150,11 @@ def _point(path: Path, config: TrainingConfig, *, exact: bool = True) -> Startin
     if reason := _why_damaged(path, deep=True, exact=exact):
         raise UsageError(f"--resume {path}: {reason}")
     if (path / ADAPTER_CONFIG).is_file() != config.trains_adapters:
-        theirs, ours = (
-            ("a whole model", "adapters")
-            if config.trains_adapters
-            else ("an adapter", "the whole model")
-        )
+        whole, adapters = ("a whole model", "the whole model"), ("an adapter", "adapters")
+        found, wanted = (whole, adapters) if config.trains_adapters else (adapters, whole)
         raise UsageError(
-            f"--resume {path}: a checkpoint of {theirs}, and --weight-bridge-mode "
-            f"{config.weight_bridge_mode} trains "
-            f"{ours}"
+            f"--resume {path}: a checkpoint of {found[0]}, and --weight-bridge-mode "
+            f"{config.weight_bridge_mode} trains {wanted[1]}"
         )
     facts = _read_facts(path)
     settings = dict(facts.get("settings", {}))
@@ -191,31 +182,22 @@ def _read_facts(path: Path) -> dict[str, Any]:
 
 def _why_damaged(path: Path, *, deep: bool, exact: bool = True) -> str | None:
     """Return the reason why `path` cannot be resumed; None if it can."""
-    needed = FACTS | (EXACT_FACTS if exact else {})
+    needed, foreign = FACTS | (EXACT_FACTS if exact else {}), "not a checkpoint of this trainer"
     try:
         facts = _read_facts(path)
         if not needed.keys() <= facts.keys():
-            return (
-                f"not a checkpoint of this trainer: {STATE_JSON} lacks fields that an exact "
-                f"resume needs"
-            )
-        # `type(...) is not kind`: a bool must not pass as an int. Missing optional fields get a
-        # default.
-        known = needed | OPTIONAL_FACTS
-        if wrong := [
-            name for name, kind in known.items() if type(facts.get(name, kind())) is not kind
-        ]:
-            return (
-                f"not a checkpoint of this trainer: {STATE_JSON} has wrong types in "
-                f"{', '.join(wrong)}"
-            )
+            return f"{foreign}: {STATE_JSON} lacks fields that an exact resume needs"
+        # `type(...) is not kind`: a bool must not pass as an int.
+        known = (needed | OPTIONAL_FACTS).items()
+        if wrong := [name for name, kind in known if type(facts.get(name, kind())) is not kind]:
+            return f"{foreign}: {STATE_JSON} has wrong types in {', '.join(wrong)}"
         # `pop`: the digest covers everything but itself.
         if facts.pop("sha256") != _facts_digest(facts):
             return f"the content of {STATE_JSON} is not what was written"
         return damage(path, facts["files"], deep=deep)
     except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
         # The file may hold anything, so any of these can come from a wrong shape of its content.
-        return f"not a checkpoint of this trainer ({error})"
+        return f"{foreign} ({error})"
 
 
 def _facts_digest(facts: dict[str, Any]) -> str:
@@ -238,26 +220,17 @@ def describe(point: StartingPoint, config: TrainingConfig) -> str:
     """Describe where the run starts; a second line lists changed settings."""
     save_path = Path(config.save_path)
     if point.path is not None:
-        optimizer = (
-            ""
-            if point.exact
-            else "; the optimizer restarts: a finished run keeps no optimizer state"
-        )
-        start = (
-            f"Resuming from {point.path}: step {point.step}, weight version "
-            f"{point.version}{optimizer}"
-        )
+        start = f"Resuming from {point.path}: step {point.step}, weight version {point.version}"
+        if not point.exact:
+            start += "; the optimizer restarts: a finished run keeps no optimizer state"
         changed = _differences(point, config)
         return f"{start}\n[NOTE] Differs from the checkpoint: {changed}" if changed else start
     if config.resume == "auto":
         return f"Starting from the base model {config.model_name}: no checkpoint in {save_path}"
-    old = complete_checkpoints(save_path, config.trains_adapters)
-    ignored = (
-        f"; {len(old)} checkpoints in {save_path} are ignored (--resume auto continues)"
-        if old
-        else ""
-    )
-    return f"Starting from the base model {config.model_name}{ignored}"
+    start = f"Starting from the base model {config.model_name}"
+    if old := complete_checkpoints(save_path, config.trains_adapters):
+        start += f"; {len(old)} checkpoints in {save_path} are ignored (--resume auto continues)"
+    return start
 
 
 def trained_settings(config: TrainingConfig) -> dict[str, Any]:
@@ -278,11 +251,8 @@ def _differences(point: StartingPoint, config: TrainingConfig) -> str:
 def describe_last(config: TrainingConfig) -> str:
     """Describe the checkpoint that a later attempt would resume."""
     saved = complete_checkpoints(Path(config.save_path), config.trains_adapters)
-    return (
-        f"Last checkpoint: {saved[-1]}"
-        if saved
-        else "There is no checkpoint: a restart starts from the base model"
-    )
+    none = "There is no checkpoint: a restart starts from the base model"
+    return f"Last checkpoint: {saved[-1]}" if saved else none
 
 
 def save(
@@ -302,9 +272,10 @@ def save(
     """Write a checkpoint to `target`, all ranks together; without `stepper` only the model.
 
     Args:
-        model: needed on rank 0, and on all ranks if it is sharded. merged: `model` has the adapters
-        merged in. reference: its frozen adapter goes into the checkpoint. wait_for_room: called on
-        rank 0 with folder and message when the disk is full, before a retry.
+        model: needed on rank 0, and on all ranks if it is sharded.
+        merged: `model` has the adapters merged in.
+        reference: its frozen adapter goes into the checkpoint.
+        wait_for_room: called on rank 0 before a retry on a full disk, with folder and message.
 
     Raises:
         OSError: the checkpoint cannot be written; the partial folder is removed.
@@ -376,10 +347,14 @@ def _write(
 
 def kept_of(stepper: Stepper | None, progress: dict[str, Any], state: Any) -> dict[str, Any]:
     """Return the part of `trainer_state.json` that only a resume needs."""
-    exact = (
-        {} if stepper is None else {"state": state, "parts": stepper.parts, "dtype": stepper.dtype}
-    )
-    return {"progress": progress, **exact}
+    if stepper is None:
+        return {"progress": progress}
+    return {
+        "progress": progress,
+        "state": state,
+        "parts": stepper.parts,
+        "dtype": stepper.dtype,
+    }
 
 
 def complete(
@@ -407,25 +382,12 @@ def save_step(
     stepper: Stepper,
     *,
     step: int,
-    version: int,
-    progress: dict[str, Any] | None = None,
-    reference: Reference | None = None,
-    wait_for_room: Callable[[Path, str], None] | None = None,
     world: World | None = None,
+    **more: Any,
 ) -> Saved:
-    """Write step_N/ or adapter_step_N/, then apply `keep_checkpoints`."""
-    saved = save(
-        model,
-        config,
-        step_folder(config, step),
-        step=step,
-        version=version,
-        stepper=stepper,
-        progress=progress,
-        reference=reference,
-        wait_for_room=wait_for_room,
-        world=world,
-    )
+    """Write step_N/ or adapter_step_N/, then apply `keep_checkpoints`. Keywords as in `save`."""
+    target = step_folder(config, step)
+    saved = save(model, config, target, step=step, stepper=stepper, world=world, **more)
     # Rank 0 alone deletes; `world` is None for a single rank.
     if not (world and world.rank):
         drop_old(config)
@@ -439,37 +401,19 @@ def step_folder(config: TrainingConfig, step: int) -> Path:
 def drop_old(config: TrainingConfig) -> None:
     """Remove undamaged checkpoints that exceed `keep_checkpoints`."""
     if config.keep_checkpoints:
-        for old in complete_checkpoints(Path(config.save_path), config.trains_adapters)[
-            : -config.keep_checkpoints
-        ]:
+        saved = complete_checkpoints(Path(config.save_path), config.trains_adapters)
+        for old in saved[: -config.keep_checkpoints]:
             shutil.rmtree(old, ignore_errors=True)
 
 
 def save_final(
-    model: torch.nn.Module,
-    config: TrainingConfig,
-    *,
-    step: int,
-    version: int,
-    progress: dict[str, Any] | None = None,
-    wait_for_room: Callable[[Path, str], None] | None = None,
-    world: World | None = None,
+    model: torch.nn.Module, config: TrainingConfig, *, world: World | None = None, **more: Any
 ) -> Saved:
-    """Write final_model/; with `lora_merged_export` first final_adapter/."""
+    """Write final_model/; with `lora_merged_export` first final_adapter/. Keywords as in `save`."""
 
     def write(what: torch.nn.Module | None, name: str, *, merged: bool = False) -> Saved:
-        return save(
-            what,
-            config,
-            Path(config.save_path) / name,
-            step=step,
-            version=version,
-            stepper=None,
-            progress=progress,
-            merged=merged,
-            wait_for_room=wait_for_room,
-            world=world,
-        )
+        target = Path(config.save_path) / name
+        return save(what, config, target, stepper=None, merged=merged, world=world, **more)
 
     if not config.lora_merged_export:
         return write(model, "final_model")

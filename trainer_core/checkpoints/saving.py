@@ -55,12 +55,8 @@ class Saver:
         self.saved_step = saved_step
         """Latest step with a checkpoint."""
         self._config, self._model, self._stepper, self._world = config, model, stepper, world
-        self._stop, self._progress, self._record, self._reference = (
-            stop,
-            progress,
-            record,
-            reference,
-        )
+        self._stop, self._progress = stop, progress
+        self._record, self._reference = record, reference
         self._saving: BackgroundSave | None = None
 
     def save_if_due(self, step: int, version: int) -> float:
@@ -104,32 +100,27 @@ class Saver:
         self._remember(saved, saving.step)
 
     def save(self, step: int, version: int) -> checkpoint.Saved:
+        more = self._facts(step, version)
         saved = checkpoint.save_step(
-            self._model,
-            self._config,
-            self._stepper,
-            step=step,
-            version=version,
-            progress=self._progress(),
-            reference=self._reference,
-            wait_for_room=partial(self.wait_for_room, step),
-            world=self._world,
+            self._model, self._config, self._stepper, reference=self._reference, **more
         )
         self._remember(saved, step)
         return saved
 
     def save_final(self, step: int, version: int) -> checkpoint.Saved:
-        saved = checkpoint.save_final(
-            self._model,
-            self._config,
-            step=step,
-            version=version,
-            progress=self._progress(),
-            wait_for_room=partial(self.wait_for_room, step),
-            world=self._world,
-        )
+        more = self._facts(step, version)
+        saved = checkpoint.save_final(self._model, self._config, **more)
         self._world.share(lambda: self._record(saved, step))
         return saved
+
+    def _facts(self, step: int, version: int) -> dict[str, Any]:
+        return {
+            "step": step,
+            "version": version,
+            "progress": self._progress(),
+            "wait_for_room": partial(self.wait_for_room, step),
+            "world": self._world,
+        }
 
     def _remember(self, saved: checkpoint.Saved, step: int) -> None:
         self.saved_step = step
@@ -238,7 +229,7 @@ class BackgroundSave:
 
     def _written(self, rank: int) -> bool:
         written, failed = self._mark(WRITTEN, rank), self._mark(FAILED, rank)
-        # A rank that dies leaves no mark, but then rank_group.py ends this process too.
+        # A rank that dies leaves no mark, but then `ranks/group.py` ends this process too.
         while not self._peer_failed:
             here = set(self._aside.iterdir())  # a network file system may cache a missing name
             if failed in here:

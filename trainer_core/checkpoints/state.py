@@ -86,20 +86,17 @@ def _saved_state(path: Path, stepper: Stepper) -> dict[str, Any]:
     facts = json.loads((path / STATE_JSON).read_text())
     if (parts := facts.get("parts", 1)) != stepper.parts:
         raise UsageError(
-            f"--resume {path}: its optimizer state belongs to a policy in {parts} parts, and "
-            f"this run has "
-            f"{stepper.parts}. fix: continue with single copy and vllm.tensor_parallel = "
-            f"{parts}, or start from its "
-            f"weights alone with --model-name {path} --resume never"
+            f"--resume {path}: its optimizer state belongs to a policy in {parts} parts, and this "
+            f"run has {stepper.parts}. fix: continue with single copy and vllm.tensor_parallel = "
+            f"{parts}, or start from its weights alone with --model-name {path} --resume never"
         )
     # bfloat16 and float16 state can be exchanged; float32 weights have no master weights at all.
     was = facts.get("dtype", stepper.dtype)
     if was != stepper.dtype and "float32" in (was, stepper.dtype):
         raise UsageError(
-            f"--resume {path}: its optimizer state belongs to {was} weights, and this run "
-            f"trains {stepper.dtype}. fix: "
-            f"resume with --dtype {was}, or start from its weights alone with --model-name "
-            f"{path} --resume never"
+            f"--resume {path}: its optimizer state belongs to {was} weights, and this run trains "
+            f"{stepper.dtype}. fix: resume with --dtype {was}, or start from its weights alone "
+            f"with --model-name {path} --resume never"
         )
     plain = facts["state"]
     # Numbers, not names, give the order: tensors-10 sorts before tensors-2.

@@ -278,9 +278,8 @@ def _alike(then: DiffSums, now: DiffSums) -> str | None:
         return None
     train, inference = _moved(then, now)
     return (
-        f"both sides moved alike (means by {train:.2g} here, {inference:.2g} there), tokens "
-        f"differ on average by "
-        f"{now.abs_mean or 0.0:.2g} nats, {noise:.2g} before"
+        f"both sides moved alike (means by {train:.2g} here, {inference:.2g} there), tokens differ "
+        f"on average by {now.abs_mean or 0.0:.2g} nats, {noise:.2g} before"
     )
 
 
@@ -290,8 +289,7 @@ def _how_stale(then: DiffSums, now: DiffSums) -> str:
         return f"the server's mean stands still while the trainer's has moved by {train:.2g}"
     return (
         f"the server follows only in part (means moved by {inference:.2g} there, {train:.2g} "
-        f"here): a tensor is not "
-        "shared, or a compiled graph uses a copy"
+        f"here): a tensor is not shared, or a compiled graph uses a copy"
     )
 
 
@@ -302,9 +300,8 @@ ALIKE = 0.3
 # Share of the bound below which the other tokens' mean shows a single rounded token.
 OUTLIER_OTHERS = 0.4
 _FRESH = (
-    f"{SAMPLING}: fresh rollouts differ: top-p, top-k, min-p or penalties, a temperature "
-    f"missing in "
-    "generation_params, or raw logprobs"
+    f"{SAMPLING}: fresh rollouts differ: top-p, top-k, min-p or penalties, a temperature missing "
+    f"in generation_params, or raw logprobs"
 )
 # Factor on the first probe's difference in half precision that later probes may reach.
 FIRST_PROBE = 2.0

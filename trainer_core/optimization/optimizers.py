@@ -389,9 +389,8 @@ def _build(params: list[torch.Tensor], config: TrainingConfig) -> torch.optim.Op
             from bitsandbytes.optim import AdamW8bit  # type: ignore[import-not-found]
         except ImportError as error:
             raise UsageError(
-                f"--optimizer adamw_8bit needs bitsandbytes ({error}): pip install "
-                f"bitsandbytes, or --optimizer adamw "
-                "(more memory) or adafactor (no momentum)"
+                f"--optimizer adamw_8bit needs bitsandbytes ({error}): pip install bitsandbytes, "
+                f"or --optimizer adamw (more memory) or adafactor (no momentum)"
             ) from None
         built: torch.optim.Optimizer = AdamW8bit(params, **common)
         return built
