@@ -1,7 +1,9 @@
 """Schedule of a run's checkpoints, background writes, and behaviour on a full disk.
 
-saver = Saver(config, model, stepper, world, saved_step=..., stop=..., progress=..., record=...)
-saver.save_if_due(step, version)    # after each step; all ranks together
+    saver = Saver(config, model, stepper, world, saved_step=..., stop=..., progress=..., record=...)
+    saver.save_if_due(step, version)    # after each step; all ranks together
+
+A background write is as safe as `checkpoint.save`: temporary name, flush, rename.
 """
 
 from __future__ import annotations

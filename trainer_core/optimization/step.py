@@ -306,8 +306,10 @@ class _Totals:
         self._maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
 
     def add(self, values: Values) -> None:
-        if unknown := values.keys() - {*_SUMS, *_MAXIMA}:
-            raise KeyError(f"no metric of StepRecord uses {', '.join(sorted(unknown))}")
+        wanted = {m.mean_of for m in METRICS.values() if m.mean_of and m.over in values}
+        # A wrong name would make a metric 0 without a word.
+        if wrong := (values.keys() - {*_SUMS, *_MAXIMA}) | (wanted - values.keys()):
+            raise KeyError(f"StepRecord has other metrics: {', '.join(sorted(wrong))}")
         none = torch.zeros((), device=self._sums.device)
 
         def column(names: list[str]) -> torch.Tensor:

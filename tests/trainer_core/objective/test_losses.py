@@ -26,7 +26,7 @@ from trainer_core.objective.loss import (
 )
 from trainer_core.objective.registry import OBJECTIVES, Counts, Objective, count
 from trainer_core.optimization.optimizers import Stepper
-from trainer_core.optimization.step import StepOutcome, accumulate
+from trainer_core.optimization.step import StepOutcome, _Totals, accumulate
 from trainer_core.policy.load import load_model
 from trainer_core.policy.logprobs import row_logprobs
 from trainer_core.ranks.world import ALONE
@@ -557,3 +557,12 @@ def test_published_settings_and_what_overrides_them() -> None:
         for per in ("tokens", "sequences", "constant")
     }
     assert by == {"tokens": 30, "sequences": 4, "constant": 40}
+
+
+def test_a_sum_that_no_metric_uses_or_that_is_missing_is_an_error() -> None:
+    """A metric is found by its name: no order, and no default."""
+    ones = torch.ones(())
+    with pytest.raises(KeyError, match="mine"):
+        _Totals(torch.device("cpu")).add({"mine": ones})
+    with pytest.raises(KeyError, match="entropy"):
+        _Totals(torch.device("cpu")).add({"labels": ones})
