@@ -449,5 +449,5 @@ def test_gradients_add_up_in_bfloat16_where_that_is_said() -> None:
             (model.matrix * scale).sum().backward()
         sums[gradients] = stepper.gradients[0].float()
     assert (sums["float32"] == 1 + 2**-10).all() and (sums["bfloat16"] == 1).all()
-    with pytest.raises(ValueError, match="goes with --dtype bfloat16"):
+    with pytest.raises(ValueError, match="needs --dtype bfloat16"):
         _config(gradient_dtype="bfloat16", dtype="float16")
