@@ -190,3 +190,10 @@ def scratch_below(env: Mapping[str, str], name: str) -> tuple[Path, dict[str, st
     # torch runs the code in its cache, and another user may have made the folder first.
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(compiled)} if is_own(compiled) else {}
     return around / name, {**cache, **env, "TMPDIR": str(around / name)}
+
+
+def why_full(error: BaseException) -> str | None:
+    """Return the system's message if `error` means a full disk or quota, else None."""
+    # By words: safetensors repeats the message in an error of its own, without the errno.
+    full = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+    return next((words for words in full if words in str(error)), None)

@@ -14,7 +14,6 @@ flushed and renamed. A resume skips damaged checkpoints.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from atropos_common.protocol.bridge import ADAPTER_CONFIG
-from atropos_common.system.files import read_regular
+from atropos_common.system.files import read_regular, why_full
 from trainer_core.checkpoints.state import STATE_JSON, on_all, state_file, state_of, write_state
 from trainer_core.config import TrainingConfig, flag
 from trainer_core.errors import UsageError
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 
 PART_BYTES = 1 << 28
 _READ_BYTES = 1 << 22
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 # Sections of `TrainingConfig` that decide what a run trains, but for the settings below.
 TRAINED_SECTIONS = ("Essential", "Objective", "Optimizer", "LoRA")
 NOT_TRAINED = {
@@ -539,13 +537,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def why_full(error: BaseException) -> str | None:
-    """Return the system's message if `error` means a full disk or quota, else None."""
-    # safetensors repeats the message in an error of its own, without the errno, so words are
-    # compared.
-    return next((words for words in map(os.strerror, _FULL) if words in str(error)), None)
 
 
 def _part_digest(path: Path, start: int) -> bytes:

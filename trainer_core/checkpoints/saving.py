@@ -19,8 +19,8 @@ from typing import Any, cast
 
 import torch
 
+from atropos_common.system.files import why_full
 from trainer_core.checkpoints import checkpoint
-from trainer_core.checkpoints.checkpoint import why_full
 from trainer_core.checkpoints.state import state_file, state_of, write_state
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import DiskFull

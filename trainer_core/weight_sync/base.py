@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, TypeVar
 from safetensors import SafetensorError
 
 from atropos_common.protocol.bridge import BridgeInfo
+from atropos_common.system.files import why_full
 from atropos_common.system.run_dir import RunDir
-from trainer_core.checkpoints.checkpoint import why_full
 from trainer_core.config import Mode, TrainingConfig
 from trainer_core.errors import EngineGone, Stopped, TrainerError
 from trainer_core.ranks.world import ALONE, World
