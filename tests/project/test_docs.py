@@ -127,16 +127,9 @@ def test_the_coverage_names_only_files_and_tests_that_exist() -> None:
 
 
 def test_every_attack_has_a_test_that_exists() -> None:
-    rows = [
-        line
-        for line in (ROOT / "docs/attacks.md").read_text().splitlines()
-        if re.match(r"\| [CHMl]", line)
-    ]
-    assert {row.split("|")[1].strip() for row in rows} >= {
-        "C1",
-        *(f"H{n}" for n in (1, 2, 3)),
-        *(f"M{n}" for n in range(1, 9)),
-    }
+    with_tests = (ROOT / "docs/attacks.md").read_text().partition("## Tried on")[0]
+    rows = [row for row in with_tests.splitlines() if re.match(r"\| (?!attack|fault)", row)]
+    assert len(rows) >= 70
     for row in rows:
         tests = TEST.findall(row)
         assert tests, row
