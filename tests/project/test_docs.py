@@ -129,7 +129,7 @@ def test_the_coverage_names_only_files_and_tests_that_exist() -> None:
 def test_every_attack_has_a_test_that_exists() -> None:
     with_tests = (ROOT / "docs/attacks.md").read_text().partition("## Tried on")[0]
     rows = [row for row in with_tests.splitlines() if re.match(r"\| (?!attack|fault)", row)]
-    assert len(rows) >= 70
+    assert len(rows) >= 65
     for row in rows:
         tests = TEST.findall(row)
         assert tests, row
