@@ -121,7 +121,7 @@ def test_a_newer_writer_is_understood() -> None:
         '{"kind": "step"}',
         "\x00\xff",
         "[" * 100_000,
-        r'{"kind": "command", "reason": "\ud800"}',
+        r'{"kind": "hologram", "shape": "\ud800"}',
     ],
 )
 def test_what_is_no_record_is_refused(line: str) -> None:
