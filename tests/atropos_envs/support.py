@@ -5,19 +5,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import uvicorn
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from atroposlib.envs import base as atropos_base
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from atropos_api.auth import AuthMiddleware, Settings
 from atropos_api.batches import Batches
+from atropos_envs.hosting.runner import hosted
+from atropos_envs.tiny_model import make_tokenizer
 
 EOS = 1
 Answer = Callable[[list[int], dict[str, Any], int], list[int]]
@@ -65,6 +71,59 @@ def make_env(env_class: Any, folder: Path, url: str, **fields: Any) -> Any:
         "group_size": 4,
     } | fields
     return env_class(config.model_copy(update=fields), servers)
+
+
+class _Impatient:
+    """`asyncio` for BaseEnv, without its five seconds after registering."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds if seconds < 1 else 0)
+
+
+def begin_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make BaseEnv serve without its pause after registering, and keep atroposlib's log silent."""
+    monkeypatch.setattr(atropos_base, "asyncio", _Impatient())
+    for name in ("atroposlib", "atroposlib.envs.base"):
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.CRITICAL)
+
+
+def plain_env(
+    folder: Path,
+    api: str,
+    collect: Callable[[int], Awaitable[Any]],
+    evaluate: Callable[[], Awaitable[None]],
+    **fields: Any,
+) -> Any:
+    """A hosted environment of atroposlib's kind: its items are 1, 2, 3 and so on, and its group of
+    an item is what `collect` gives. `fields` are those of its BaseEnvConfig."""
+
+    class Plain(BaseEnv):
+        async def setup(self) -> None:
+            self.count = 0
+
+        async def get_next_item(self) -> int:
+            self.count += 1
+            return self.count
+
+        async def collect_trajectories(self, item: int) -> tuple[Any, list[Any]]:
+            return await collect(item), []
+
+        async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+            await evaluate()
+
+    make_tokenizer().save_pretrained(folder)
+    config = {
+        "tokenizer_name": str(folder),
+        "rollout_server_url": api,
+        "use_wandb": False,
+        "max_batches_offpolicy": 1,
+        "total_steps": 10**6,
+    }
+    server = APIServerConfig(base_url="http://127.0.0.1:9/v1", api_key="x", model_name=str(folder))
+    return hosted(Plain)(BaseEnvConfig(**config | fields), [server])
 
 
 def sums_right(prompt: list[int], body: dict[str, Any], index: int) -> list[int]:

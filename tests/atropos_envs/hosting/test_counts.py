@@ -20,17 +20,19 @@ import pytest
 import torch
 from atroposlib.api import server as api_module
 from atroposlib.envs import base as atropos_base
-from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 
 from atropos_common.protocol.records import REFUSED, RETURNED_NONE, UNSENDABLE
 from atropos_envs import EnvFault
 from atropos_envs.hosting import engine_client
 from atropos_envs.hosting.groups import Unsendable, convert, encoded
 from atropos_envs.hosting.registration import refusal
-from atropos_envs.hosting.runner import hosted
-from atropos_envs.tiny_model import make_tokenizer
-from tests.atropos_envs.hosting.test_queue_slots import Short
-from tests.atropos_envs.support import Engine, run_api, trainer_registration
+from tests.atropos_envs.support import (
+    Engine,
+    begin_at_once,
+    plain_env,
+    run_api,
+    trainer_registration,
+)
 
 
 def group(**fields: Any) -> dict[str, Any]:
@@ -136,42 +138,23 @@ def test_a_refusal_is_read_in_run_api_s_own_words() -> None:
 def environment(folder: Path, api: str, made: Any, **fields: Any) -> Any:
     """An environment whose `collect_trajectories` returns what `made` gives for its item."""
 
-    class Theirs(BaseEnv):
-        async def setup(self) -> None:
-            self.count = 0
+    async def collect(item: int) -> Any:
+        await asyncio.sleep(0.01)
+        groups = made(item)
+        return await groups if inspect.isawaitable(groups) else groups
 
-        async def get_next_item(self) -> int:
-            self.count += 1
-            return self.count
+    async def evaluate() -> None:
+        raise ZeroDivisionError("division by zero")
 
-        async def collect_trajectories(self, item: int) -> tuple[Any, list[Any]]:
-            await asyncio.sleep(0.01)
-            groups = made(item)
-            return (await groups if inspect.isawaitable(groups) else groups), []
-
-        async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-            raise ZeroDivisionError("division by zero")
-
-    make_tokenizer().save_pretrained(folder)
-    config = {
-        "group_size": 2,
-        "tokenizer_name": str(folder),
-        "rollout_server_url": api,
-        "use_wandb": False,
-        "max_batches_offpolicy": 1,
-        "total_steps": 10**6,
-        "wandb_name": "theirs",
-    }
-    server = APIServerConfig(base_url="http://127.0.0.1:9/v1", api_key="x", model_name=str(folder))
-    return hosted(Theirs)(BaseEnvConfig(**config | fields), [server])
+    return plain_env(
+        folder, api, collect, evaluate, **{"group_size": 2, "wandb_name": "theirs"} | fields
+    )
 
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs an environment until `done(env)`."""
-    monkeypatch.setattr(atropos_base, "asyncio", Short())
-    for name in ("atroposlib", "atroposlib.envs.base"):
-        monkeypatch.setattr(logging.getLogger(name), "level", logging.CRITICAL)
+    begin_at_once(monkeypatch)
     (tmp_path / "run").mkdir()
     monkeypatch.setenv("ATROPOS_RUN_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("ATROPOS_COMPONENT", "theirs")

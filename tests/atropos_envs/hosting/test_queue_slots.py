@@ -4,7 +4,6 @@ run-api."""
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -14,15 +13,12 @@ from typing import Any
 
 import aiohttp
 import pytest
-from atroposlib.envs import base as atropos_base
-from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, EvalHandlingEnum
+from atroposlib.envs.base import EvalHandlingEnum
 
 from atropos_common.net.http import AFTER_HEADER, BATCH_HEADER
 from atropos_common.protocol.records import FLAT, SURPLUS
 from atropos_envs.hosting.queue_slots import PendingGroup, QueueSlots, enough
-from atropos_envs.hosting.runner import hosted
-from atropos_envs.tiny_model import make_tokenizer
-from tests.atropos_envs.support import run_api, trainer_registration
+from tests.atropos_envs.support import begin_at_once, plain_env, run_api, trainer_registration
 
 
 @pytest.mark.parametrize(("useful", "share"), [(1, 0.75), (16, 0.5), (16, 0.8), (4, 0.95)])
@@ -150,46 +146,18 @@ class World:
 
 
 def _env(world: World, folder: Path, api: str, **fields: Any) -> Any:
-    class Plain(BaseEnv):
-        async def setup(self) -> None:
-            self.count = 0
+    async def evaluate() -> None:
+        world.evaluating = True
+        await asyncio.sleep(0.2)
+        world.evaluating = False
 
-        async def get_next_item(self) -> int:
-            self.count += 1
-            return self.count
-
-        async def collect_trajectories(self, item: int) -> tuple[Any, list[Any]]:
-            return await world.group(item), []
-
-        async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-            world.evaluating = True
-            await asyncio.sleep(0.2)
-            world.evaluating = False
-
-    make_tokenizer().save_pretrained(folder)
     config = {
         "group_size": GROUP,
-        "tokenizer_name": str(folder),
-        "rollout_server_url": api,
-        "use_wandb": False,
-        "max_batches_offpolicy": 1,
         "max_num_workers": 64,
         "eval_handling": EvalHandlingEnum.NONE,
-        "total_steps": 10**6,
         "wandb_name": "plain",
     }
-    server = APIServerConfig(base_url="http://127.0.0.1:9/v1", api_key="x", model_name=str(folder))
-    return hosted(Plain)(BaseEnvConfig(**config | fields), [server])
-
-
-class Short:
-    """asyncio for BaseEnv, without its five seconds after registering."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(asyncio, name)
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds if seconds < 1 else 0)
+    return plain_env(folder, api, world.group, evaluate, **config | fields)
 
 
 class Trainer:
@@ -233,9 +201,7 @@ class Trainer:
 def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Awaitable[Any]]:
     """Runs an environment against a trainer; the trainer, the environment, and what `train`
     gave."""
-    monkeypatch.setattr(atropos_base, "asyncio", Short())
-    for name in ("atroposlib", "atroposlib.envs.base"):
-        monkeypatch.setattr(logging.getLogger(name), "level", logging.CRITICAL)
+    begin_at_once(monkeypatch)
 
     async def run(
         world: World, *, steps: int = 8, refill: bool = True, **fields: Any

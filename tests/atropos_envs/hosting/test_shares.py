@@ -4,7 +4,6 @@ real run-api."""
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections import Counter
 from contextlib import suppress
@@ -13,15 +12,13 @@ from typing import Any
 
 import aiohttp
 import pytest
-from atroposlib.envs import base as atropos_base
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 
 from atropos_api.batches import LEND_S, SILENT_S, Shares
 from atropos_common.net.http import AFTER_HEADER, BATCH_HEADER
 from atropos_envs.hosting.runner import hosted
 from atropos_envs.tiny_model import make_tokenizer
-from tests.atropos_envs.hosting.test_queue_slots import Short
-from tests.atropos_envs.support import Engine, run_api, trainer_registration
+from tests.atropos_envs.support import Engine, begin_at_once, run_api, trainer_registration
 
 
 class Clock:
@@ -213,9 +210,7 @@ async def test_a_slow_environment_beside_a_fast_one_has_its_share(
 ) -> None:
     """Weights 3 and 1. The fast one filled every batch, and the workers of the slow one were ended
     again and again."""
-    monkeypatch.setattr(atropos_base, "asyncio", Short())
-    for name in ("atroposlib", "atroposlib.envs.base"):
-        monkeypatch.setattr(logging.getLogger(name), "level", logging.CRITICAL)
+    begin_at_once(monkeypatch)
     make_tokenizer().save_pretrained(tmp_path)
     async with (
         run_api(keeps=True) as api,

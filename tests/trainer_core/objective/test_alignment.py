@@ -47,6 +47,20 @@ def _probe(fresh: float, cached: float, anchor: DiffSums | None = None) -> Probe
     return ProbeDiffs(_off(fresh), _off(cached), 32, anchor)
 
 
+def test_diff_sums_and_nan() -> None:
+    sums = diff_sums([-1.0, -2.0], [-1.5, -1.0])
+    assert (sums.tokens, sums.diff, sums.abs_diff, sums.abs_max) == (2, -0.5, 1.5, 1.0)
+    assert math.isnan((diff_sums([math.nan], [-1.0]) + sums).abs_max)
+    assert math.isnan((sums + diff_sums([math.nan, -1.0], [-1.0, -1.0])).abs_max)
+    assert DiffSums().abs_mean is None
+
+
+def test_thresholds_follow_the_dtype_and_the_flags() -> None:
+    assert thresholds("bfloat16").ok == 0.1
+    assert thresholds("float32").ok == 1e-3
+    assert thresholds("float32", 0.2, None) == Thresholds(0.2, 0.2)
+
+
 @pytest.mark.parametrize(
     ("probe", "verdict", "cause"),
     [

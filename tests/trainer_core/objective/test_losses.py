@@ -566,3 +566,55 @@ def test_a_sum_that_no_metric_uses_or_that_is_missing_is_an_error() -> None:
         _Totals(torch.device("cpu")).add({"mine": ones})
     with pytest.raises(KeyError, match="entropy"):
         _Totals(torch.device("cpu")).add({"labels": ones})
+
+
+def test_sums_count_what_they_say() -> None:
+    ratio = torch.tensor([1.0, 1.5, 0.5, 1.1])
+    sums = grpo_loss(ratio.log() - 2, torch.full((4,), -2.0), torch.ones(4), clip_eps=0.2)
+    assert sums.tokens.item() == 4
+    assert sums.clipped.item() == 2
+    assert sums.ratio.item() == pytest.approx(4.1, abs=1e-5)
+    assert sums.kl_k3.item() == pytest.approx(
+        sum(r - 1 - math.log(r) for r in ratio.tolist()), abs=1e-5
+    )
+
+
+def test_kl_pulls_back_to_the_rollout_policy() -> None:
+    assert _one(grpo_loss, 1.5, 0.0, kl_coef=1.0)[1] > 0
+    assert _one(grpo_loss, 0.5, 0.0, kl_coef=1.0)[1] < 0
+    assert _one(grpo_loss, 1.0, 0.0, kl_coef=1.0) == pytest.approx((0.0, 0.0), abs=1e-6)
+
+
+def test_a_huge_ratio_stays_finite() -> None:
+    for advantage in (1.0, -1.0):
+        logprob = torch.tensor([-0.1], requires_grad=True)
+        loss = grpo_loss(logprob, torch.tensor([-500.0]), torch.tensor([advantage])).loss
+        loss.backward()
+        assert logprob.grad is not None
+        assert torch.isfinite(loss) and torch.isfinite(logprob.grad).all()
+
+
+def test_half_precision_input_is_computed_in_float32() -> None:
+    exact = grpo_loss(torch.tensor([-1.0039]).bfloat16(), torch.tensor([-1.0]), torch.tensor([1.0]))
+    assert exact.loss.dtype == torch.float32
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.floats(-8, 0), st.floats(-8, 0), st.floats(-3, 3)), min_size=2, max_size=30
+    ),
+    st.data(),
+)
+def test_sums_add_up_over_any_split(
+    tokens: list[tuple[float, float, float]], data: st.DataObject
+) -> None:
+    cut = data.draw(st.integers(1, len(tokens) - 1))
+    columns = torch.tensor(tokens).T
+    whole = grpo_loss(*columns, kl_coef=0.1)
+    parts = [grpo_loss(*columns[:, :cut], kl_coef=0.1), grpo_loss(*columns[:, cut:], kl_coef=0.1)]
+    for field in whole._fields:
+        total = (max if field == "ratio_max" else sum)(
+            getattr(part, field).item() for part in parts
+        )
+        assert getattr(whole, field).item() == pytest.approx(total, rel=1e-4, abs=1e-4)
