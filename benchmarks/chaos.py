@@ -1,14 +1,12 @@
-"""The demo's real stack under random faults at random moments: does it go on, and is nothing left,
-lost or untrue?
+"""Inject random faults into the demo's real stack at random moments, and check that it recovers.
 
-    python -m benchmarks.chaos --minutes 60 --seed 0 [--mode lora_only] [--records FILE] [--faults
-    SIGKILL ...]
-    python -m benchmarks.chaos --in-turn --faults "SIGKILL trainer" "SIGKILL API" ...   # each as
-    often as the others
-    python -m benchmarks.chaos --table FILE ...         # of what several of them recorded
+    python -m benchmarks.chaos --minutes 60 --seed 0 [--mode lora_only] [--records FILE]
+        [--faults SIGKILL ...]
+    python -m benchmarks.chaos --in-turn --faults "SIGKILL trainer" ...    # all equally often
+    python -m benchmarks.chaos --table FILE ...                           # of several records
 
-A fault (`benchmarks/runs/faults.py`) comes at a random moment of a step, one in five with a second one
-on top. After it every component has to be healthy again and the next optimizer step has to come
+A fault (`benchmarks/runs/faults.py`) comes at a random moment of a step, one in five with a second
+one on top. After it every component has to be healthy again and the next optimizer step has to come
 within `RECOVERY_S`, or the run ends with the exit code that belongs to the fault, and goes on when
 it is resumed. Then what `ps --json` shows is held against /proc, and each stream is read. After
 `FAULTS_A_RUN` faults the run is ended, and nothing of it may be left: no process, no socket,
@@ -62,7 +60,7 @@ STEPS_BEFORE = 2
 CHECKPOINT_INTERVAL = 5
 GUARD_S = 10.0
 STATES_S = 5.0
-"""So long may pass until what is shown is true again."""
+"""Seconds for which the displayed states may be wrong."""
 KILLED = ("trainer", "engine core", "API server", "environment", "run-api", "supervisor")
 """Rows of the table of recoveries."""
 
@@ -156,7 +154,7 @@ def resumed(stack: Stack, fault: Fault) -> list[str]:
 
 
 def leftovers(stack: Stack) -> list[str]:
-    """What an ended run has left, in words, once its guard has had `GUARD_S`."""
+    """Describe what an ended run has left, once its guard has had `GUARD_S`."""
     until = time.monotonic() + GUARD_S
     while (found := _left(stack)) and time.monotonic() < until:
         time.sleep(0.2)
@@ -180,7 +178,8 @@ def _left(stack: Stack) -> list[str]:
 
 
 def wrong_states(stack: Stack) -> list[str]:
-    """What the status says against /proc, if it does so for longer than `STATES_S`."""
+    """Return how the displayed states differ from /proc, where they do for longer than
+    `STATES_S`."""
     until = time.monotonic() + STATES_S
     while True:
         wrong = []
@@ -249,7 +248,8 @@ def wrong_steps(records: list[dict[str, Any]], resumed: Mapping[int, int]) -> li
 
 
 def _resumed(run: RunDir) -> dict[int, int]:
-    """By attempt of the trainer the step of the checkpoint that it says to go on from."""
+    """Return the step of the checkpoint that each attempt of the trainer continues from, by
+    attempt."""
     found = {}
     for path in (run.logs / "trainer").glob("*.log"):
         if said := re.search(rb"^.*Resuming from .*: step (\d+),", path.read_bytes(), re.MULTILINE):

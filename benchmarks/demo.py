@@ -1,10 +1,8 @@
-"""The demo's numbers over several seeds: start-up, step time, learning, alignment, policy lag,
-memory.
+"""Measure the demo over several seeds: start, step time, learning, alignment, lag, memory.
 
-    python -m benchmarks.demo [--seeds 0 1 2] [--objectives [grpo dr_grpo dapo gspo cispo proximal]]
-    [--json]
-    python -m benchmarks.demo --profile demo-gpu --seeds 0 [--json]    # SmolLM2 and sums, on one
-    CUDA GPU
+    python -m benchmarks.demo [--seeds 0 1 2] [--json]
+        [--objectives [grpo dr_grpo dapo gspo cispo proximal]]
+    python -m benchmarks.demo --profile demo-gpu --seeds 0 [--json]    # on one CUDA GPU
 
 With `--objectives` the first seed runs once with each (proximal: grpo with `ratio_base =
 proximal`), and what counts is that it learns. Each seed is one real `atropos-tui up PROFILE
@@ -48,7 +46,7 @@ LIMITS: dict[str, tuple[str, float]] = {
     "probe_abs_mean_max": ("<", 1e-5),
     "pss_gib": ("<", 3.0),
 }
-"""What the demo promises."""
+"""Bounds that the demo promises."""
 GPU_LIMITS: dict[str, tuple[str, float]] = {
     "exit_code": ("<=", 0),
     "steps": (">=", 300),
@@ -58,7 +56,7 @@ GPU_LIMITS: dict[str, tuple[str, float]] = {
     "lag_max": ("<=", 1.0),
     "probe_abs_mean_max": ("<", 0.1),
 }
-"""What demo-gpu promises on one H200; 128 sums are held out."""
+"""Bounds that demo-gpu promises on one H200; 128 sums are held out."""
 OBJECTIVES: dict[str, dict[str, Any]] = {
     **{name: {"trainer.objective": name} for name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo")},
     "proximal": {"trainer.ratio_base": "proximal"},
@@ -68,7 +66,7 @@ LEARNING = {
     for name in ("exit_code", "steps", "held_out_gain", "lag_max", "probe_abs_mean_max")
 }
 LEARNING["reward_gain"] = (">=", 0.2)
-"""What every objective keeps. gspo's published clip range is for long sequences: here it clips
+"""Bound of every objective. gspo's published clip range is for long sequences: here it clips
 most."""
 
 

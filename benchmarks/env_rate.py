@@ -1,8 +1,7 @@
-"""How fast an environment makes groups, and how long a trainer waits for them: with and without
-refill, side by side.
+"""Measure the groups an environment makes and the trainer's wait, with and without refill.
 
-    python -m benchmarks.env_rate [--flat 0 0.5 0.8] [--step-ms 220] [--against FOLDER] [--json
-    FILE]
+    python -m benchmarks.env_rate [--flat 0 0.5 0.8] [--step-ms 220] [--against FOLDER]
+        [--json FILE]
 
 The sums environment (`atropos_envs.sums_server`) and run-api as they are, each in its process. The
 engine is a stand-in that answers every request after `--latency-ms`, at most `--sequences`
@@ -67,7 +66,7 @@ class Rate:
     lag_max: int
     lag_mean: float
     cpu_ms: float
-    """Of the environment's process, a group made."""
+    """CPU time of the environment's process for each group."""
 
 
 def make_tokenizer(folder: Path) -> dict[str, list[int]]:
@@ -197,7 +196,7 @@ class Consumer:
 
 
 def cpu_s(pid: int) -> float:
-    """Of a process, user and system."""
+    """CPU seconds of a process, user and system."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS
 

@@ -1,14 +1,12 @@
-"""A large shape through the real stack, on one GPU or in parts on several: what fits beside what,
-seconds a step, MFU, alignment.
+"""Train a large shape through the real stack: memory, seconds a step, MFU, alignment.
 
-    python -m benchmarks.large_models --shape llama-3.1-8b --memory-limit 79 --steps 10 --json \\
+    python -m benchmarks.large_models --shape llama-3.1-8b --memory-limit 79 --steps 10 --json
         --set master_weights=stochastic gradient_dtype=bfloat16 optimizer=adamw_8bit
-        gradient_checkpointing=on
-    python -m benchmarks.large_models --shape qwen3-14b --parallel 2 --steps 20 --json \\
+              gradient_checkpointing=on
+    python -m benchmarks.large_models --shape qwen3-14b --parallel 2 --steps 20 --json
         --set master_weights=stochastic gradient_dtype=bfloat16 optimizer=adamw_8bit
-        gradient_checkpointing=on
-    python -m benchmarks.large_models --shape tiny --steps 3          # on a CPU, to see that it
-    runs
+              gradient_checkpointing=on
+    python -m benchmarks.large_models --shape tiny --steps 3    # a trial on a CPU
 
 Weights are random, of the named shape, made by a process of its own. Then everything is the
 product's: run-api behind its door, `python -m vllm_server` in the wanted mode with a KV cache of
@@ -23,8 +21,8 @@ trainer, each pair on a GPU of its own with its part of the one copy.
 
 `--memory-limit` GiB emulates a smaller card: a process of the script's allocates everything of the
 device but that much and holds it to the end, so the rest really cannot be had. A card of 80 GB has
-79.6 GiB. What is free, and how much the stack took at its peak, is asked of NVML ten times a
-second; other programs on the device would be counted. `mfu` is of what the maker promises (989
+79.6 GiB. NVML gives free memory and the stack's peak ten times a second; other programs on the
+device would be counted. `mfu` is of what the maker promises (989
 TFLOP/s for an H100 or H200), `mfu_790` of what dense products reach.
 """
 
@@ -90,7 +88,7 @@ def feed(
 ) -> None:
     """Be the environment: a batch of groups whenever run-api holds less than two."""
     http = httpx.Client(base_url=api, timeout=60, trust_env=False, headers={TOKEN_HEADER: TOKEN})
-    # Without the token, as environments are: whoever has it passes the hold, while the trainer
+    # Without the token, as environments are: a request with it passes the hold, while the trainer
     # still tries the weights.
     server = ServerClient(engine, "", timeout_s=600.0)
     dice = random.Random(0)
@@ -149,7 +147,7 @@ def _groups(
 
 
 class Devices:
-    """What is in use of some GPUs, by NVML, of each; without any, nothing."""
+    """Memory in use on each of some GPUs, by NVML; without a GPU, nothing."""
 
     def __init__(self, indices: list[int]) -> None:
         self.peak, self.base = [0] * len(indices), [0] * len(indices)
@@ -172,7 +170,7 @@ class Devices:
         return [used - base for used, base in zip(found, self.base, strict=True)]
 
     def from_here(self) -> None:
-        """What is in use now is not counted."""
+        """Leave out what is in use now."""
         self.base = [base + used for base, used in zip(self.base, self.used(), strict=True)]
         self.peak = [0] * len(self.peak)
 
@@ -365,8 +363,8 @@ class Run:
             time.sleep(0.2)
 
     def _read(self) -> None:
-        """What the trainer's records say so far; the first two steps compile and make state, and
-        are left out."""
+        """Summarize the trainer's records so far, without the first two steps, which compile and
+        create state."""
         by_kind: dict[str, list[Any]] = {}
         for record in records(self.folder / "out" / "telemetry.jsonl"):
             by_kind.setdefault(record.kind, []).append(record)
@@ -453,7 +451,7 @@ def show(found: dict[str, Any]) -> str:
 
 
 def _gib(sizes: list[int]) -> str:
-    """Of each GPU."""
+    """Format the size on each GPU in GiB."""
     return " + ".join(f"{size / GIB:.1f}" for size in sizes) or "-"
 
 

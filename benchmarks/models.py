@@ -1,19 +1,18 @@
-"""Which models train in which mode: architectures of the zoo against real vLLM, and the table of
-docs/models.md.
+"""Test which models train in which mode on real vLLM, and write the table of docs/models.md.
 
     python -m benchmarks.models [--only NAME ...] [--modes MODE ...] [--records models.jsonl]
-    [--again] [--limit S]
-    python -m benchmarks.models --device cuda [--part 1/12 ...]     # on one GPU, a twelfth of the
-    architectures python -m benchmarks.models --table [--device cuda] [--write docs/models.md]
+        [--again] [--limit S]
+    python -m benchmarks.models --device cuda [--part 1/12 ...]    # a twelfth, on one GPU
+    python -m benchmarks.models --table [--device cuda] [--write docs/models.md]
 
 A cell is one architecture in one mode: a real `python -m vllm_server` starts, the trainer's own
 strategy attaches, proves its path, makes two optimizer steps with a publish each, and then compares
 logprobs of what the server decodes with its own at the same weights. `works` needs them within a
-`Bound`, where the two steps have moved logprobs by much
-more: a server that kept old weights would be seen. Anything else is refused, with the words. On a
-CPU all is float32, but for quantized weights; on a GPU too where vLLM has kernels for it, else
-bfloat16. Each cell is a line of the records; a later run goes on with those that are missing. A
-broadcast needs a card for either side, so on one GPU it is not measured.
+`Bound`, where the two steps have moved logprobs by much more: a server that kept old weights would
+be seen. Anything else is refused, with the words. On a CPU all is float32, but for quantized
+weights; on a GPU too where vLLM has kernels for it, else bfloat16. Each cell is a line of the
+records; a later run goes on with those that are missing. A broadcast needs a card for either side,
+so on one GPU it is not measured.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ NAMES = [*ZOO, *QUANTIZED]
 MODES = ("shared_vllm", "broadcast", "lora_only", "lora_restart", "none")
 BRIDGE = {"broadcast": {"weight_bridge_mode": "shared_vllm", "use_shared_memory": True}}
 MOVED = 10
-"""Two steps must have moved logprobs by so many times what server and trainer are apart."""
+"""Two steps must move logprobs by this many times the difference between server and trainer."""
 PROMPTS, PROMPT_TOKENS, TOKENS, STEPS = 4, 40, 24, 2
 ERROR = re.compile(
     r"(?:^|\]) *(?:[\w.]+Error|[\w.]+Exception): (?!EngineCore|Engine core)|vllm_server: "
@@ -124,8 +123,8 @@ def ask(engine: ServerClient, vocabulary: int) -> Pairs:
 
 
 def rollouts_of(pairs: Pairs) -> list[Rollout]:
-    """What an environment would send: the first completion of a prompt was good, the second was
-    not."""
+    """Return rollouts as an environment sends them: the first completion of a prompt is good, the
+    second is not."""
     found = []
     for index, (prompt, done) in enumerate(pairs):
         length = PROMPT_TOKENS + len(done.token_ids)
@@ -185,7 +184,7 @@ class Cell:
         )
 
     def logs(self) -> str:
-        """What its servers printed."""
+        """Output of its servers."""
         files = [*self.folder.glob("**/log"), *self.folder.glob("**/*.log")]
         return "\n".join(file.read_text(errors="replace") for file in files)
 
@@ -359,7 +358,7 @@ def attempt(cell: Cell) -> dict[str, Any]:
             f"{cell.name}, {cell.mode}: {error}\n{cell.logs()[-6000:]}", file=sys.stderr, flush=True
         )
         return {"result": "refused", "when": "at the start", "words": words}
-    except Exception as error:  # nobody's words: a fault to mend
+    except Exception as error:  # an unexpected error: fix it
         return {
             "result": "FAILED",
             "when": "at the start",
@@ -410,7 +409,7 @@ def _cell(cell: dict[str, Any] | None, notes: dict[str, int]) -> str:
 
 
 def measure_all(options: argparse.Namespace, checks: Checks) -> None:
-    """What is asked for and missing, while there is time."""
+    """Measure the requested cells that are missing, while there is time."""
     os.environ[ENV_TOKEN] = TOKEN
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False

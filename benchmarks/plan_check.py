@@ -1,10 +1,8 @@
-"""What `plan` says of memory beside what was measured: a table, and whether each peak lies within a
-tenth.
+"""Compare the memory budget of `plan` with measured peaks, within a tenth.
 
     python -m benchmarks.large_models --shape llama-3.1-8b --output 8b.json ...
     python -m benchmarks.plan_check 8b.json ... [--json]
-    python -m benchmarks.plan_check                  # the figures of docs/benchmarks.md that need
-    no engine
+    python -m benchmarks.plan_check    # figures of docs/benchmarks.md without an engine
 
 A record is what `benchmarks.large_models` writes: `shape` (or `config`: config.json itself, or its
 folder), `mode`, `settings` of the trainer (a table, or KEY=VALUE), `kv_cache_gib`, and of the bytes
@@ -91,7 +89,7 @@ def _value(text: str) -> Any:
 
 
 def budget_of(record: dict[str, Any]) -> Budget:
-    """What plan says of the same settings."""
+    """Return the budget that `plan` computes for the same settings."""
     length = record.get("seq_len") or record.get("prompt", 128) + record.get("completion", 512)
     sequences = record.get("sequences", 64)
     gpus = list(range(record.get("parallel", 1)))

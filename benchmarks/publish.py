@@ -1,9 +1,7 @@
-"""What a publish costs a trainer of several ranks with engines of several GPUs: broadcast,
-transfer, and is it exact?
+"""Measure a publish from several ranks to engines of several GPUs, and check that it is exact.
 
-    python -m benchmarks.publish [--shape tiny|qwen3-1.7b|qwen3-8b] [--trainer-ranks 2] [--engines
-    1]
-                                 [--tensor-parallel 2] [--steps 11] [--json]
+    python -m benchmarks.publish [--shape tiny|qwen3-1.7b|qwen3-8b] [--trainer-ranks 2]
+        [--engines 1] [--tensor-parallel 2] [--steps 11] [--json]
 
 Real `python -m vllm_server` processes and the trainer's own strategy over FSDP2, with random
 weights; on GPUs the ranks have the first ones and the engines those after (two ranks and an engine

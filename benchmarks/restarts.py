@@ -1,11 +1,9 @@
-"""What a restart, a kill or a stopped process costs a run: time to the next step, steps lost, the
-trainer's attempts.
+"""Measure what a restart, a kill or a stopped process costs a run: seconds, lost steps, attempts.
 
-    python -m benchmarks.restarts [--modes lora_only ...] [--events "restart vllm" ...] [--times 20]
-    [--seed 0]
-                                  [--profile arithmetic-gpu --set vllm.gpus=[1] ...] [--records
-                                  FILE] [--json]
-    python -m benchmarks.restarts --table FILE ...      # of what several of them recorded
+    python -m benchmarks.restarts [--modes lora_only ...] [--events "restart vllm" ...]
+        [--times 20] [--seed 0] [--profile arithmetic-gpu --set vllm.gpus=[1] ...]
+        [--records FILE] [--json]
+    python -m benchmarks.restarts --table FILE ...    # of several records
 
 The demo's real stack (real vLLM) for each mode, under 16 streams of completions beside the
 environment's own load. An event comes at a random moment of a step, and the next one when the stack
@@ -176,8 +174,8 @@ def run_mode(
     given: dict[str, str] | None = None,
     records: Path | None = None,
 ) -> list[Row]:
-    """Every event, `times` rounds of them; a stack that does not recover is begun anew for the
-    rest."""
+    """Measure `times` rounds of every event. A stack that does not recover is replaced by a new
+    one."""
     rows = {event: Row(mode, event) for event in events}
     left = events * times
     moments = random.Random(f"{seed} {mode} {events}")
@@ -223,8 +221,8 @@ def record(path: Path | None, mode: str, event: str, what: dict[str, Any]) -> No
 
 
 def recorded(paths: Iterable[Path]) -> list[Row]:
-    """The rows of several records, by mode and event; each event that did not recover is told in
-    its row."""
+    """Read the rows of several records, by mode and event; a row counts the events without
+    recovery."""
     rows = {(mode, event): Row(mode, event) for mode in MODES for event in EVENTS}
     for line in (line for path in paths for line in path.read_text().splitlines()):
         fields = json.loads(line)

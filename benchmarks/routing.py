@@ -1,5 +1,4 @@
-"""What routing replay brings: logprobs of a real engine against the trainer's, with the engine's
-experts and without.
+"""Compare a real engine's logprobs with the trainer's, with and without routing replay.
 
     python -m benchmarks.routing --shape tiny-moe                # on a CPU
     python -m benchmarks.routing --shape qwen3-moe-8 --json      # on a GPU, in bfloat16
@@ -45,7 +44,8 @@ from trainer_core.server.client import ServerClient
 
 @dataclass
 class Difference:
-    """Of the trainer's logprobs to the engine's, over the sampled tokens, in nats."""
+    """Difference between the trainer's logprobs and the engine's over the sampled tokens, in
+    nats."""
 
     gaps: torch.Tensor
 
@@ -95,7 +95,7 @@ def spread(folder: Path, factor: float) -> None:
 def sample(
     server: Server, options: argparse.Namespace, vocabulary: int, shape: RouterShape
 ) -> tuple[list[Rollout], dict[str, float]]:
-    """What the engine answers, with its experts, and how long it took to tell them."""
+    """Return the engine's completions with their experts, and the seconds they took."""
     client = ServerClient(server.url, TOKEN, timeout_s=300.0)
     if not client.info().records_routing:
         raise ChildError(f"the engine does not record its experts:\n{server.tail()}")
@@ -129,7 +129,7 @@ def sample(
 
 
 def shape_of(config: dict[str, Any]) -> RouterShape:
-    """Of a shape in which every layer is sparse."""
+    """Return the router's shape for a model in which every layer is sparse."""
     layers = config["num_hidden_layers"]
     return RouterShape(
         layers, tuple(range(layers)), config["num_experts_per_tok"], config["num_experts"]
@@ -173,7 +173,7 @@ def _settle(row: PackedRow) -> None:
 
 
 def gradients(model: torch.nn.Module, row: PackedRow) -> dict[str, float]:
-    """Of one row: how far the gradient without replay is from that with it, and seconds of each."""
+    """Compare one row's gradient without replay with that of replay, and time each."""
     flat, seconds = [], []
     for each in (row, replace(row, experts=None)):
         model.zero_grad(set_to_none=True)

@@ -1,5 +1,4 @@
-"""Plant sixteen situations into a run; print the sentence that is shown, after how many seconds,
-and when it is gone.
+"""Plant sixteen situations into a run; print the displayed sentence and when it comes and goes.
 
     python -m benchmarks.situations [--only NAME...] [--json]
 

@@ -1,10 +1,9 @@
-"""What the supervisor costs and how fast it sees: log floods, commands meanwhile, memory, idle CPU,
-crashes, the CLI.
+"""Measure the supervisor: log floods, commands meanwhile, memory, idle CPU, crashes, the CLI.
 
     python benchmarks/supervisor.py [--lines 1000000] [--json]
 
-Every figure is of a real supervisor process with real children, on whatever this machine is doing
-besides.
+Every figure is of a real supervisor process with real children, beside all other load of this
+machine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""One optimizer step, ours and the peer's, on the same batch in one run; our gradient against
-float64 in that same run.
+"""Compare one optimizer step with the peer's on the same batch, and its gradient with float64.
 
-    python benchmarks/trainer_step.py [--shape demo|tiny|qwen3-1.7b] [--mix short lognormal long]
-    [--steps 3] [--json]
+    python -m benchmarks.trainer_step [--shape demo|tiny|qwen3-1.7b]
+        [--mix short lognormal long] [--steps 3] [--json]
 
 `--mix` takes one distribution of lengths or several; `arithmetic` is the demo's, for `--shape
 demo`. The peer is `example_trainer` of atroposlib 0.4.0, from its own wheel, with its own padding,
@@ -68,7 +67,7 @@ class Mix:
     high: int
     prompt: int = 128
     groups: int = 8
-    """Of 8 completions each."""
+    """Groups of 8 completions each."""
 
 
 MIXES = {
@@ -123,7 +122,7 @@ def flops_of(shape: str, batch: list[dict[str, Any]]) -> float:
 
 
 class Ours:
-    """What `atropos-trainer` does with one batch."""
+    """The work of `atropos-trainer` for one batch."""
 
     def __init__(self, shape: str, device: torch.device, **settings: Any) -> None:
         self.device = device
@@ -153,7 +152,7 @@ class Ours:
         self.train(self.read(batch))
 
     def read(self, batch: list[dict[str, Any]]) -> list[Rollout]:
-        """What the trainer does in a thread, while it trains the batch before."""
+        """Read a batch, as the trainer does in a thread while it trains the batch before."""
         return read_batch(batch, seq_len=self.config.seq_len).rollouts
 
     def train(self, rollouts: list[Rollout]) -> None:

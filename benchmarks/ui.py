@@ -1,5 +1,4 @@
-"""What the screen costs and how fast it answers: attaching to a long run, keys in a flood, idle,
-memory.
+"""Measure the screen: attaching to a long run, keys in a flood of logs, idle CPU, memory.
 
     python -m benchmarks.ui [--seconds 30] [--json]
 
@@ -43,7 +42,7 @@ LINES_PER_S = 200_000
 RECORDS_PER_S = 20.0
 HALF_HOUR_RECORDS = 36_000
 SIMULATED_S = 60.0
-"""So long it takes to write half an hour of telemetry."""
+"""Seconds in which half an hour of telemetry is written."""
 LONG_STEPS = (1_000, 10_000, 50_000, 100_000)
 IDLE_S = 20.0
 HISTORY_STEPS = 5_556
@@ -52,7 +51,7 @@ ATTACHES = 5
 PRESSES, SETTLE_S = 20, 0.3
 SIZES = ((80, 24), (160, 45))
 KEYS = ((b"2", b"Gradient"), (b"9", b"processes"), (b"1", b"steps/h"), (b"?", b"esc closes"))
-"""What is pressed, and what only its effect writes to the terminal."""
+"""Keys to press, and the text that only their effect writes to the terminal."""
 FLOOD = f"""
 import sys, time
 n, began = 0, time.monotonic()
@@ -143,7 +142,7 @@ class Screen:
 
 
 def _environment() -> dict[str, str]:
-    """Of a user's terminal; bytecode is kept, as after any installation."""
+    """Environment of a user's terminal; bytecode is kept, as after any installation."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return kept | {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
 
@@ -329,7 +328,8 @@ def half_hour(screen: Screen, telemetry: Telemetry) -> dict[str, float]:
 
 
 def long(folder: Path) -> dict[str, float]:
-    """Memory after so many steps, one after the other, and what each of the last half takes."""
+    """Measure the memory after each number of steps, and the growth for each step of the last
+    half."""
     rng, found = random.Random(1), {}
     with screen_of(folder, "long", 100, flood=False) as (run, screen):
         screen.wait(b"step 101 is overdue")

@@ -1,5 +1,4 @@
-"""Every environment file of a checkout of NousResearch/atropos through `atropos-tui up`: which
-train, and why not.
+"""Run every environment of NousResearch/atropos through `atropos-tui up`; tell which train.
 
     python -m benchmarks.upstream --checkout FOLDER [--only PART ...] [--screen] [--again] [--table]
 
@@ -52,7 +51,7 @@ A_STACK = 12
 SILENT = "no group came in time"
 ADJUSTMENTS = Path(__file__).with_suffix(".toml")
 FEWEST_GROUPS = STEPS * BATCH // GROUP
-"""What three steps take, so that all of them are this environment's."""
+"""Groups of three steps: with fewer, some would be another environment's."""
 READY_S, EACH_S = 300.0, 60.0
 """Patience for the engine and the trainer, and for three steps of one environment that runs."""
 PROFILE = """
@@ -438,8 +437,8 @@ def _filled(value: Any, number: int) -> Any:
 
 @contextmanager
 def machine_lock() -> Iterator[None]:
-    """One stack at a time, whoever else on this machine asks in the same way (ATROPOS_BENCH_LOCK
-    names the file)."""
+    """Run one stack at a time among all programs that take the same lock (ATROPOS_BENCH_LOCK names
+    the file)."""
     path = os.environ.get("ATROPOS_BENCH_LOCK")
     if path is None:
         yield

@@ -1,8 +1,7 @@
-"""What each way of moving weights costs: attach, publish, memory, decode speed, alignment; and
-`/generate` over HTTP.
+"""Measure each way of moving weights: attach, publish, memory, decode speed, alignment.
 
-    python benchmarks/weight_sync.py [--shape tiny|qwen3-1.7b] [--modes shared_vllm lora_only none
-    ...] [--json]
+    python -m benchmarks.weight_sync [--shape tiny|qwen3-1.7b]
+        [--modes shared_vllm lora_only none ...] [--json]
 
 Everything runs as in production: real `python -m vllm_server` processes, the trainer's own
 strategies. The weights are random, of the named shape. All servers start together, with small
@@ -46,7 +45,7 @@ SERVERS = MODE_SERVERS | {
     "eager": (["--enforce-eager"], {}),
     "fp32_head": (FP32_HEAD, {}),
 }
-"""By mode or name: flags and environment beside the common ones."""
+"""Flags and environment beside the common ones, by mode or name."""
 VLLMS_OWN = ("plain", "eager")
 """Servers that are vLLM's own, without anything of ours."""
 ENGINE = "in_process"
@@ -304,8 +303,8 @@ class Bench:
     def in_turn(
         self, names: list[str], rounds: int, seed: int, size: dict[str, Any]
     ) -> dict[str, list[float]]:
-        """Tokens a second of so many rounds of each, by turns, after a short one that is not
-        counted."""
+        """Return tokens a second for each of `rounds` rounds, in turn, after a short one that does
+        not count."""
         for name in names:
             self.load(name, seed, **size | {"max_tokens": 16})
         found: dict[str, list[float]] = {name: [] for name in names}

@@ -1,4 +1,4 @@
-"""A temporary folder for each test process: what products and libraries leave there goes with the
+"""A temporary folder for each test process, removed with everything in it at the end of the
 session.
 
 Its path is short, since sockets are bound in it. What pytest keeps of a test (`tmp_path`) lies

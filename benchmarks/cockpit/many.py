@@ -1,10 +1,9 @@
-"""Five hundred stand-ins under one supervisor: what it costs when nothing happens, how fast it
-answers, a flood.
+"""Measure a supervisor of five hundred stand-ins: idle cost, answer times, and a flood of logs.
 
     python -m benchmarks.cockpit.many [--components 500] [--far 0] [--lines 20000] [--json]
 
-`lines` are printed by a tenth of the components at the same time; the rest sleeps. So many are
-`far`: each below a prefix that leads nowhere, with a node agent of its own, as on another node.
+A tenth of the components print `lines` at the same time; the rest sleeps. `far` of them run below a
+prefix that leads nowhere, each with a node agent of its own, as on another node.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from benchmarks.support.checks import Checks
 IDLE_S = 20.0
 ASKED = 20
 TALKERS = 10
-"""One of so many prints."""
+"""One component of this many prints."""
 PREFIX = ["/bin/sh", "-c", 'exec "$@"', "--"]
 
 

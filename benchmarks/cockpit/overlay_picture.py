@@ -1,12 +1,9 @@
-"""A picture of runs on the same axes, for the documents: seeds of one setting as a band, settings
-side by side.
+"""Draw runs on the same axes for the documents: a band of seeds, or settings side by side.
 
-    python -m benchmarks.cockpit.overlay_picture RUN RUN ... -o docs/overlay-modes.svg [--along
-    steps|tokens|minutes]
-        [--charts reward useful entropy diff]
-    python -m benchmarks.cockpit.overlay_picture --seeds 0 1 2 3 4 --modes none shared_vllm broadcast
-    lora_only lora_restart \
-        --folder FOLDER -o docs/overlay-modes.svg
+    python -m benchmarks.cockpit.overlay_picture RUN RUN ... -o docs/overlay-modes.svg
+        [--along steps|tokens|minutes] [--charts reward useful entropy diff]
+    python -m benchmarks.cockpit.overlay_picture --seeds 0 1 2 3 4 --folder FOLDER
+        --modes none shared_vllm broadcast lora_only lora_restart -o docs/overlay-modes.svg
 
 The second form first runs the demo with every seed, and with the first seed in every mode, one
 after another, and keeps the run folders in FOLDER; those that are there and ended well are not run

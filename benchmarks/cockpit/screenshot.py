@@ -1,7 +1,7 @@
-"""Render the real screen of a run, live or ended, without a terminal, as SVG: the picture of
-README.md.
+"""Render the real screen of a live or ended run as SVG, without a terminal.
 
-    python benchmarks/cockpit/screenshot.py RUN_DIR -o docs/demo.svg [--size 160x45] [--keys 2] [--json]
+    python -m benchmarks.cockpit.screenshot RUN_DIR -o docs/demo.svg
+        [--size 160x45] [--keys 2] [--json]
 
 It starts the cockpit headless on RUN_DIR, waits until everything is read and drawn, and saves what
 a terminal would show. The SVG loads no font from elsewhere.

@@ -1,4 +1,4 @@
-"""A demo that runs, and what is known of it from outside: its states, its steps, its processes.
+"""A running demo, observed from outside: its states, its steps, its processes.
 
 What `restarts`, `chaos` and `long_run` need alike.
 """

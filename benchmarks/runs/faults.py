@@ -1,5 +1,4 @@
-"""What can happen to a run: each fault does its harm to a running stack, undoes it where it is not
-for good, and says whom it hit.
+"""Faults that harm a running stack and undo the harm where it is not permanent.
 
 Faults that need a network, a /dev/shm or a disk of the run's own are offered only inside of
 `isolated` namespaces, so that nobody else's programs are hit. A clock that jumps needs a C compiler
@@ -31,9 +30,9 @@ from benchmarks.runs.demo_stack import NotRecovered, Stack, engine_processes
 
 ENV_ISOLATED = "CHAOS_ISOLATED"
 DISK_MB = 512
-"""Of the run's own disk, and of its own /dev/shm."""
+"""Size of the run's own disk and of its own /dev/shm."""
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
-"""Of <linux/sockios.h> and <net/if.h>."""
+"""Values of <linux/sockios.h> and <net/if.h>."""
 MOUNT = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m,mode=0700", "none"]
 LONGEST_S = 20.0
 """How long a process stands still, and a resource is used up, at most."""
@@ -48,11 +47,9 @@ OWN_NAMES = {"vllm": "API server", "arithmetic": "environment", "api": "run-api"
 
 
 def enter_isolation() -> bool:
-    """Start this program anew with mounts and a network of its own, where the system lets it;
-    whether it is so.
-
-    Inside, /dev/shm has `DISK_MB`, and all that the loopback carries is the run's.
-    """
+    """Restart this program with mounts and a network of its own where the system allows it; return
+    True inside them. There, /dev/shm has `DISK_MB`, and the loopback carries only the run's
+    packets."""
     if os.environ.get(ENV_ISOLATED):
         subprocess.run([*MOUNT, "/dev/shm"], check=True)
         loopback(up=True)
@@ -68,7 +65,7 @@ def enter_isolation() -> bool:
 
 
 def loopback(*, up: bool) -> None:
-    """Of this network namespace: carry packets, or none."""
+    """Switch the loopback of this network namespace on or off."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("16sh", b"lo", IFF_UP if up else 0)
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, request)
@@ -127,7 +124,7 @@ Act = Callable[[Stack, random.Random], str]
 
 @dataclass(frozen=True)
 class Fault:
-    """`act` returns whom it hit. After one that `ends` the run it is resumed."""
+    """A fault; `act` returns the process it hit. A run that the fault `ends` is resumed."""
 
     name: str
     act: Act
@@ -138,12 +135,9 @@ class Fault:
 
 
 def choose(stack: Stack, dice: random.Random, among: tuple[str, ...]) -> tuple[str, psutil.Process]:
-    """One of `among` that lives, waited for where none does (`lora_restart` is often without an
-    engine); the dice are thrown once, whoever it is.
-
-    Raises:
-        NotRecovered: none of them comes to life.
-    """
+    """Choose a live process of `among`, and wait for one where none lives (`lora_restart` is often
+    without an engine). The dice are thrown once in either case. Raises: NotRecovered: none of them
+    starts."""
     order = sorted(among, key=lambda _: dice.random())
     give_up = time.monotonic() + LONGEST_S
     while True:

@@ -1,12 +1,10 @@
-"""What grows in a long run: memory of each process, sizes of files, the time to attach a screen,
-the time of a step.
+"""Measure what grows in a long run: process memory, file sizes, attach time, step time.
 
-    python -m benchmarks.runs.long_run [--steps 10000] [--every 10] [--mode lora_only] [--set
-    trainer.batch_size=16 ...]
-                                  [--samples FILE] [--json]
-    python -m benchmarks.runs.long_run --table FILE          # of samples that were taken
+    python -m benchmarks.runs.long_run [--steps 10000] [--every 10] [--mode lora_only]
+        [--set trainer.batch_size=16 ...] [--samples FILE] [--json]
+    python -m benchmarks.runs.long_run --table FILE    # of earlier samples
 
-One demo of so many steps with a screen attached all the while. Every few seconds a sample: the
+One demo of `--steps` steps with a screen attached throughout. Every few seconds a sample: the
 step, the memory that each process has for itself, the bytes of each file or folder of the run, the
 median step time since the last sample; ten times, how long a second screen takes from the command
 to the run's numbers. Over the samples after the first fifth a line is fitted by least squares: what

@@ -1,13 +1,12 @@
-"""The demo's environment with a trouble that can be switched on while it runs: the file named by
-`PLANT` says which.
+"""The demo's environment with a trouble that the file `PLANT` switches on while it runs.
 
-Each completion is asked for twice, which keeps engine and trainer of the demo alike busy. slow: a
-rollout takes two seconds beside the engine; busy: each is asked for many times; once: each is asked
-for once; flat: every completion scores the same; top_p: requests ask for what the server refuses;
-hub: the next start wants a data set of a hub that cannot be reached, and when it asks a file
-`PLANT`.asked appears; few: one group at a time, each completion asked for four times; refused:
-groups have messages that run-api refuses; none: rollouts return None. For
-`benchmarks/situations.py`.
+It requests each completion twice, which keeps engine and trainer of the demo equally busy. The
+troubles: slow: a rollout takes two seconds beside the engine. busy: many requests for each
+completion. once: one request for each. flat: every completion scores the same. top_p: requests
+have a parameter that the server refuses. hub: the next start needs a data set of an unreachable
+hub, and creates the file `PLANT`.asked with its request. few: one group at a time, four requests
+for each completion. refused: groups have messages that run-api refuses. none: rollouts return None.
+For `benchmarks/situations.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ ASKED_AGAIN = {"busy": 11, "few": 3, "once": 0}
 
 
 def planted() -> str:
-    """What is switched on now; empty for nothing."""
+    """Return the active trouble; empty for none."""
     path = Path(os.environ["PLANT"])
     return path.read_text().strip() if path.exists() else ""
 

@@ -1,5 +1,4 @@
-"""Ten of the situations without vLLM: a real supervisor over small children, and planted records of
-a trainer.
+"""Plant ten of the situations without vLLM, with a real supervisor over small children.
 
     python -m benchmarks.runs.situations_small [--json]
 

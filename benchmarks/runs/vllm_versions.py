@@ -1,8 +1,7 @@
-"""Which vLLM releases the server runs with: its end-to-end tests with each one, on a machine
-without a GPU.
+"""Run the server's end-to-end tests with several vLLM releases, on a machine without a GPU.
 
-    python benchmarks/runs/vllm_versions.py [--versions 0.27.1 0.28.0 ...] [--tests
-    tests/e2e/engine/test_vllm_server.py] [--json]
+    python -m benchmarks.runs.vllm_versions [--versions 0.27.1 0.28.0 ...]
+        [--tests tests/e2e/engine/test_vllm_server.py] [--json]
 
 Each release is installed into a folder of its own (kept, below the cache, with what its last tests
 said in VERSION.log) and put before the pinned one on the path; everything else stays as pinned.

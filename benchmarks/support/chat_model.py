@@ -1,5 +1,4 @@
-"""A tiny Qwen3 that any environment can talk to: a byte-level tokenizer, a chat template, answers
-in forms they parse.
+"""A tiny Qwen3 for any environment: byte-level tokenizer, chat template, parsable answers.
 
     python -m benchmarks.support.chat_model FOLDER TEXT_FOLDER
 

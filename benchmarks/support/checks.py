@@ -1,4 +1,4 @@
-"""The checks of a benchmark: each one that fails is named on stderr, and the exit status is 1.
+"""Checks of a benchmark: each one that fails is named on stderr and makes the exit status 1.
 
 checks = Checks()
 checks.at_most("gradient's relative error", found["error"], 1e-5)

@@ -1,5 +1,4 @@
-"""Processes of benchmarks: inference servers, and children that answer one JSON line for each line
-they get.
+"""Inference servers, and children that answer each line with a line of JSON.
 
 A child writes `ANSWER {json}` to stdout; whatever else it prints goes to its log, whose end is part
 of every error.
@@ -47,7 +46,7 @@ def answer(found: Any) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Of the loopback, free at this moment."""
+    """Return free ports of the loopback."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
@@ -112,7 +111,7 @@ class Process:
         return self.log_end(TAIL)
 
     def log_end(self, most: int = 6000) -> str:
-        """At most so many of the last characters of its log."""
+        """Return the last `most` characters of its log."""
         return self.log.read_text(errors="replace")[-most:] if self.log.exists() else ""
 
     def close(self) -> None:
@@ -165,7 +164,7 @@ class Child(Process):
         return self.wait(timeout_s)
 
     def close(self) -> None:
-        """Let it end by itself, since nothing more will be asked; then as every process."""
+        """Let it end by itself: there are no more requests. Then close it like every process."""
         assert self.popen.stdin is not None
         with contextlib.suppress(OSError):
             self.popen.stdin.close()
@@ -200,11 +199,7 @@ class Server(Process):
         super().__init__(folder, ["-m", module, *address, *flags], env, talks=False)
 
     def is_ready(self) -> bool:
-        """Whether it serves now.
-
-        Raises:
-            ChildError: it has ended.
-        """
+        """Return True if it serves now. Raises: ChildError: it has ended."""
         if self.ready_s is not None:
             return True
         if self.popen.poll() is not None:

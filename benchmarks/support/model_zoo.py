@@ -1,9 +1,8 @@
-"""Architectures made tiny: one configuration for each, random weights that are large enough for
-every part to matter.
+"""Tiny models of many architectures, with random weights large enough for every part to matter.
 
-`matrix` in benchmarks/models.py trains each of them in every mode; tests/trainer_core/policy/test_proof.py
-proves each on its own. Windows are short, so that a sequence of some tens of tokens reaches past
-them.
+`matrix` in benchmarks/models.py trains each of them in every mode;
+tests/trainer_core/policy/test_proof.py proves each on its own. Windows are short, so that a
+sequence of some tens of tokens reaches past them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Processes that start at once: forked from one that has imported already what takes them long.
+"""Start processes at once by forking one that has already imported the slow modules.
 
     python -m benchmarks.support.nursery MODULE...
 
@@ -29,7 +29,7 @@ from atropos_common.system.parent_death import die_with_parent
 from benchmarks.support.children import Child, Server, answer
 
 VLLM = "vllm_server.app"
-"""What an inference server imports."""
+"""Module that an inference server imports."""
 
 
 def main(modules: list[str]) -> None:
@@ -102,7 +102,7 @@ class ForkedProcess:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code, negative after a signal; null while it runs."""
+        """Return the exit code, negative after a signal; None while it runs."""
         if self.returncode is None and self._exit.exists():
             self.returncode = int(self._exit.read_text())
         return self.returncode
@@ -136,7 +136,7 @@ class ForkedProcess:
 
 
 def forked_server(nursery: Child, argv: list[str], env: dict[str, str], log: Path) -> ForkedProcess:
-    """What `python -m vllm_server ARGV` would be."""
+    """Start a process that does what `python -m vllm_server ARGV` does."""
     return ForkedProcess(nursery, "vllm_server.__main__:main", argv, env, log)
 
 

@@ -1,4 +1,4 @@
-"""Models that the benchmarks make: their shapes, with random weights, and a tokenizer.
+"""Shapes of the models that the benchmarks make, with random weights and a tokenizer.
 
     python -m benchmarks.support.shapes SHAPE FOLDER cpu|cuda
 

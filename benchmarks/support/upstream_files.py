@@ -1,5 +1,4 @@
-"""Which files of a checkout are environments, how far each comes without an engine, and why one
-does not start.
+"""Find the environments of a checkout, how far each starts without an engine, and why one does not.
 
 `find` reads them without running anything. `screen` runs each one's import, `config_init` and
 `setup` as the stack would, up to the point where it asks run-api for a place. `why` says in words
@@ -29,12 +28,12 @@ OFFLINE = {
     "WANDB_MODE": "disabled",
     "MPLBACKEND": "Agg",
 }
-"""A hub that is not reached is said at once, not after a minute of tries."""
+"""Environment that reports an unreachable hub at once, not after a minute of tries."""
 _ERROR = re.compile(
     r"^\S+ \S+ ERROR (?:__main__|atropos_envs\.hosting\.runner): (.*)$", re.MULTILINE
 )
 _FOLDERS = re.compile(r"(?<![\w.:/])/(?:[\w.@+-]+/)+")
-"""Of this machine: no reason."""
+"""Folders of this machine, which are no part of a reason."""
 _EXCEPTION = re.compile(
     r"^((?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt))\b:? ?(.*)$", re.MULTILINE
 )
@@ -62,7 +61,7 @@ class Candidate:
 
     @property
     def target(self) -> str:
-        """What the runner is given."""
+        """Module or file that the runner gets."""
         return self.path if self.names_itself else f"{self.path}:{self.classes[-1]}"
 
 
@@ -131,7 +130,7 @@ def _does_something(method: ast.AsyncFunctionDef) -> bool:
 
 
 def flags(model: Path, args: dict[str, object]) -> list[str]:
-    """What the plan gives an environment, with nobody behind the addresses."""
+    """Return the flags that a plan gives an environment, with addresses that nobody serves."""
     given = {
         "slurm": False,
         "env.rollout_server_url": NOBODY,

@@ -1,5 +1,4 @@
-"""FlashAttention 4 beside FlashAttention 2 on one GPU: milliseconds for a packed row, and how far
-each is from float32.
+"""Compare FlashAttention 4 with FlashAttention 2 on one GPU: speed, and error against float32.
 
     python -m benchmarks.trainer.attention_kernels
 

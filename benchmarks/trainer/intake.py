@@ -1,8 +1,7 @@
-"""From run-api, a process of its own, to packed rows, beside a step that trains: what of it the
-trainer waits for.
+"""Measure how long the trainer waits for run-api and packing while it trains a step.
 
-    python -m benchmarks.trainer.intake [--sequences 64 256] [--length 8192] [--train-s 13] [--times 3]
-    [--rows NAME ...]
+    python -m benchmarks.trainer.intake [--sequences 64 256] [--length 8192] [--train-s 13]
+        [--times 3] [--rows NAME ...]
 
 Three ways on the same groups: atroposlib's run-api asked as it was until 2026-11-22, compressed and
 after the step; our run-api asked after the step; our run-api asked ahead, as the trainer does. The

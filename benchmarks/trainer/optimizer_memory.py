@@ -1,11 +1,9 @@
-"""Bytes a parameter that an optimizer step takes, by optimizer, master weights, type of the
-gradients and offload: before it, at its peak, after it; and what a model of `--model-size`
-parameters takes by that.
+"""Measure bytes for each parameter of an optimizer step, by optimizer, masters and offload.
 
     python -m benchmarks.trainer.optimizer_memory
     python -m benchmarks.trainer.optimizer_memory --parameters 8e8 --device cuda --part 6.7e7
 
-Weights are bfloat16, counted, and all of them are trained. What lies in the host's memory is told
+Weights are bfloat16, counted, and all of them are trained. Host memory is shown
 apart. Each row is a process of its own, and its second step: the first makes the optimizer's state.
 On a CPU the figures are of the whole process, less what it had before the weights and what an
 offload keeps; on a GPU of PyTorch's allocator. A step goes by parts of a fixed size (64 million

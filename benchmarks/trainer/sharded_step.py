@@ -1,8 +1,7 @@
-"""Optimizer steps of a trainer on several GPUs: speed against one of them, memory, checkpoints, and
-whether another number of ranks goes on the same.
+"""Measure optimizer steps on several GPUs: speedup, memory, checkpoints, and a change of ranks.
 
-    python -m benchmarks.trainer.sharded_step [--shape tiny|qwen3-1.7b|qwen3-8b] [--ranks 1 2 4] [--save DIR
-    --resume] [--json]
+    python -m benchmarks.trainer.sharded_step [--shape tiny|qwen3-1.7b|qwen3-8b]
+        [--ranks 1 2 4] [--save DIR --resume] [--json]
 
 Starts its own ranks, a GPU each where there are any. Each has `--rows` rows of `--row` tokens
 whatever their number, so perfect scaling is N times the tokens in the same seconds. Weights are
@@ -59,7 +58,7 @@ PROMPT = 128
 
 @dataclass(frozen=True)
 class Job:
-    """What each rank is told."""
+    """Settings of each rank."""
 
     shape: str
     row: int
@@ -236,7 +235,7 @@ def work(text: str, out: str) -> int:
 
 
 def launch(job: Job, ranks: int) -> dict[str, Any]:
-    """What rank 0 of so many found."""
+    """Run `ranks` ranks and return what rank 0 measured."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         command = [

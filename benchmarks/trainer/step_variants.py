@@ -1,17 +1,15 @@
-"""Where the time of one optimizer step goes, for several ways to take it, one after the other on
-one GPU.
+"""Divide the time of one optimizer step into phases, for several ways to compute it, on one GPU.
 
     python -m benchmarks.trainer.step_variants --shape qwen3-1.7b --kernels --limit 240 --json
     python -m benchmarks.trainer.step_variants --shape qwen3-8b --limit 300 --json
-    python -m benchmarks.trainer.step_variants --shape tiny --mix short           # on a CPU, to see that it
-    runs
+    python -m benchmarks.trainer.step_variants --shape tiny --mix short    # a trial on a CPU
 
 The batch is that of `trainer_step.py`, the step is the trainer's own, from rollouts that were read
 beforehand: the trainer reads the next batch while it trains. Phases are measured on the device:
 body (the layers, forward), head (its logprobs), head_back, body_back, clip, compute (the optimizer)
 and write; `other` is the rest of the step. MFU is of 790 TFLOP/s. `--kernels` profiles one more
-step of the first variant and sums kernels by kind. Nothing new is begun after `--limit` seconds; a
-variant that fails is told and left out.
+step of the first variant and sums kernels by kind. Nothing new begins after `--limit` seconds; a
+variant that fails is reported and left out.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ def kept(yes: bool) -> Patch:
 
 
 def chunks(power: int) -> Patch:
-    """So many logits at a time, as a power of two."""
+    """Compute this many logits at a time, as a power of two."""
     return lambda: mock.patch.dict(LOGITS_AT_ONCE, {True: 1 << power})
 
 
@@ -189,7 +187,7 @@ class Phases:
         return event
 
     def totals(self) -> dict[str, float]:
-        """By name, and forget them."""
+        """Return the totals by name, and forget them."""
         if self._cuda:
             torch.cuda.synchronize()
         sums: dict[str, float] = {}
@@ -339,7 +337,7 @@ def main() -> int:
                 options.steps,
                 kernels=options.kernels and not number,
             )
-        except Exception as error:  # the other variants are measured all the same
+        except Exception as error:  # the other variants are still measured
             found[name] = {"error": f"{type(error).__name__}: {error}"}
         gc.collect()
         torch._dynamo.reset()

@@ -1,8 +1,7 @@
-"""Who waits for whom on two GPUs: trainer and engine in broadcast, long completions, and what the
-cockpit says of it.
+"""Measure idle shares of trainer and engine in broadcast on two GPUs.
 
-    python -m benchmarks.weights.idle_shares [--shape tiny|qwen3-1.7b|qwen3-8b] [--tokens 512] [--steps 20]
-                                     [--set trainer.overlap_publish=true] [--json]
+    python -m benchmarks.weights.idle_shares [--shape tiny|qwen3-1.7b|qwen3-8b]
+        [--tokens 512] [--steps 20] [--set trainer.overlap_publish=true] [--json]
 
 The whole product: `atropos-tui up` with the engine on GPU 0 and the trainer on GPU 1 (on a machine
 without GPUs a tiny model on its cores). Weights are random, of the named shape, and never end a
@@ -145,8 +144,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def shares(root: Path) -> dict[str, Any]:
-    """What the trainer's records say so far, without the first steps, which compile; empty before
-    there are others."""
+    """Summarize the trainer's records without the first steps, which compile; empty before there
+    are others."""
     timings = [
         r
         for r in records(root / "telemetry.jsonl")

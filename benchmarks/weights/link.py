@@ -1,5 +1,4 @@
-"""What the link between two GPUs gives to a broadcast: NCCL alone, and a plain copy, with nothing
-of ours around them.
+"""Measure the link between two GPUs by NCCL and by a plain copy, without our code.
 
     python -m benchmarks.weights.link [--bytes 3441689600] [--rounds 11] [--json]
 

@@ -1,5 +1,4 @@
-"""A fixed load on an engine, over HTTP or in process: a child of `weight_sync.py` that answers one
-JSON line for each.
+"""Put a fixed load on an engine, over HTTP or in process; a child of `weight_sync.py`.
 
     python -m benchmarks.weights.load http
     python -m benchmarks.weights.load engine [flags of vLLM's server]
@@ -40,7 +39,7 @@ class Load:
     max_tokens: int = 256
     seed: int = 0
     logprobs: bool = False
-    """Whether logprobs are asked for; `/generate` always returns them."""
+    """True to request logprobs; `/generate` always returns them."""
 
     def prompts(self) -> list[list[int]]:
         dice = random.Random(self.seed)

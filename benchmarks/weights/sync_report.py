@@ -1,5 +1,4 @@
-"""The table of `weight_sync.py`: each figure that issue and docs promise, asked beside measured,
-then the rest."""
+"""Print the table of `weight_sync.py`: promised beside measured figures."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ SIGNS: dict[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One promise: what is asked, and where the figure is in the result."""
+    """One promise: its bound, and where the figure is in the result."""
 
     name: str
     sign: str
@@ -131,8 +130,8 @@ COSTS = [
     ("checkpoint (GB)", 17),
     ("probe max", 11),
 ]
-"""What each mode costs the trainer, with widths. A step is forward, backward, optimizer and publish
-(the batch is made up); a checkpoint is what inference needs: the model, or the adapter."""
+"""Costs of each mode in the trainer, with widths. A step is forward, backward, optimizer and
+publish (the batch is made up); a checkpoint is what inference needs: the model, or the adapter."""
 
 
 def _costs(mode: str, row: dict[str, Any]) -> str:

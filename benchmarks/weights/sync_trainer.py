@@ -1,7 +1,7 @@
-"""The trainer's side of one mode: attach, optimizer steps with a publish each, probe. A child of
-`weight_sync.py`.
+"""The trainer's side of one mode: attach, steps with a publish, probe; for `weight_sync.py`.
 
-    python -m benchmarks.weights.sync_trainer MODEL_DIR SHAPE MODE PORT FOLDER DEVICE DTYPE PUBLISH_EVERY
+    python -m benchmarks.weights.sync_trainer MODEL_DIR SHAPE MODE PORT FOLDER DEVICE DTYPE
+        PUBLISH_EVERY
 
 It is the product's own strategy (`make_sync`), optimizer and step, on random batches, without
 run-api. Lines on stdin, each answered with one JSON line: "attach", "train N", "head URL" (see
@@ -90,7 +90,7 @@ def own_bytes(model: torch.nn.Module, device: torch.device, before: int) -> int:
 
 
 class Trainer:
-    """What `atropos-trainer` does in `mode`."""
+    """The work of `atropos-trainer` in `mode`."""
 
     def __init__(self, argv: list[str]) -> None:
         model, self.shape, self.mode, port, folder, device, dtype, every = argv

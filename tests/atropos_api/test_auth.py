@@ -1,5 +1,4 @@
-"""The run-api of a plan, attacked: by another user, by a web page, and with bodies that are too
-much for it.
+"""Attacks on a plan's run-api by another user, by a web page, and with bodies that are too large.
 
 Each attack is tried on the very command that a stack starts, and succeeds on a run-api without its
 door.
@@ -221,8 +220,7 @@ def test_a_body_that_is_too_large_is_refused_unread(
 
 
 def test_a_body_that_does_not_tell_its_length_is_refused_after_little_of_it() -> None:
-    """Whoever sends much knows how much; otherwise it would have to be taken in up to the limit of
-    all others."""
+    """Without a length the body would have to be read up to the limit of all others."""
     sent = 0
 
     async def receive() -> Message:

@@ -1,5 +1,5 @@
-"""`GET /batch` of a plan's run-api: the oldest first, one at a time, kept until let go, not lost by
-garbage in it."""
+"""`GET /batch` of a plan's run-api: oldest first, one at a time, kept until released, robust to
+garbage."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What stands around an environment: an inference server that adds by rule, and atroposlib's real
-run-api."""
+"""Neighbours of an environment: an engine that adds by rule, and atroposlib's real run-api."""
 
 from __future__ import annotations
 

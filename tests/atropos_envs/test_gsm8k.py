@@ -1,5 +1,5 @@
-"""The GSM8K environment on a few rows made here: prompts, scores, dropped groups, the test split, a
-missing hub."""
+"""The GSM8K environment on a few made-up rows: prompts, scores, dropped groups, test split, missing
+hub."""
 
 from __future__ import annotations
 

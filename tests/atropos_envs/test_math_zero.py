@@ -1,5 +1,5 @@
-"""The math-zero environment on a few problems made here: prompts, boxes, truncated, empty and
-hostile completions."""
+"""The math-zero environment on made-up problems: prompts, boxes, truncated, empty and hostile
+completions."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_a_hostile_completion_is_wrong_in_bounded_time(hostile: str) -> None:
     gold = parse_answer("\\boxed{2}")
     began = time.monotonic()
     assert is_right(hostile, gold) is False
-    # It is read, and then compared, and each may take so long.
+    # It is read, and then compared, and each may take `PATIENCE_S`.
     assert time.monotonic() - began < 2 * PATIENCE_S + 1, "the event loop waits for the verdict"
 
 

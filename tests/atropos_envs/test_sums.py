@@ -1,5 +1,5 @@
-"""Sums of two-digit numbers: scores, the held-out split, and data that goes on where an earlier
-attempt stopped."""
+"""Sums of two-digit numbers: scores, held-out split, and data that continues after an earlier
+attempt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiny model, its tokenizer, the task's split and the warm start."""
+"""The tiny model: tokenizer, the task's split, warm start."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Nothing that a terminal obeys leaves a command or the screen, whichever string of whichever file
-holds it."""
+"""No string of any file brings a terminal control sequence into the output of a command or the
+screen."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Commands whose standard streams are closed, not UTF-8 or on a full disk, and whose working
-directory is gone."""
+"""Commands with standard streams that are closed, not UTF-8 or on a full disk, and without a
+working directory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What the long benchmarks decide by: which fault comes when, steps done again, and whether a value
-grows."""
+"""Decisions of the long benchmarks: order of faults, repeated steps, growth of a value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benchmarks that check something end with 1 when it does not hold."""
+"""Benchmarks with checks end with 1 when a check fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of benchmarks/weight_sync.py: asked beside measured, nothing made up."""
+"""The table of benchmarks/weight_sync.py: promised beside measured figures, nothing made up."""
 
 from __future__ import annotations
 

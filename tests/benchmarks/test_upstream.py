@@ -1,4 +1,4 @@
-"""The survey of upstream's environments: which files are environments, and what is said of those
+"""The survey of upstream's environments: which files are environments, and the reasons of those
 that do not start."""
 
 from __future__ import annotations

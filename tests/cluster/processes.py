@@ -1,4 +1,4 @@
-"""Daemons of a test: started by us, ended by us, with what they said in a file each."""
+"""Daemons of a test: it starts and ends them, and keeps the output of each in a file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0
 
 
 def listens(host: str, port: int) -> bool:
-    """Whether somebody takes connections there."""
+    """Return True if a program accepts connections there."""
     with socket.socket() as probe:
         return probe.connect_ex((host, port)) == 0
 

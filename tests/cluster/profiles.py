@@ -1,4 +1,4 @@
-"""Profiles of the cluster tests: stand-ins on three nodes, which are up in a second, and the real
+"""Profiles of the cluster tests: stand-ins on three nodes, which start in a second, and the real
 demo."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODEL = {
     "head_dim": 16,
     "max_position_embeddings": 512,
 }
-"""What is looked at before a start; stand-ins load no weights."""
+"""Configuration that checks read before a start; stand-ins load no weights."""
 LIGHT = """
 extends = "demo"
 name = "light"

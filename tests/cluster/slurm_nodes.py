@@ -132,7 +132,7 @@ class SlurmNodes:
         key.write_bytes(secrets.token_bytes(128))
 
     def run(self, *command: str, check: bool = True) -> str:
-        """What a command of SLURM prints."""
+        """Return the output of a SLURM command."""
         done = subprocess.run(
             command, env=self.env, capture_output=True, text=True, timeout=60, check=False
         )

@@ -1,5 +1,4 @@
-"""Runs of the cluster tests: the command line as a user gives it, and what is left on the nodes
-afterwards."""
+"""Runs of the cluster tests: a user's command line, and what is left on the nodes afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the faults did, as a table: `ATROPOS_CLUSTER_TABLE=FILE make test-cluster` writes it."""
+"""The table of faults and reactions: `ATROPOS_CLUSTER_TABLE=FILE make test-cluster` writes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Table:
         self.rows: list[tuple[str, str, str]] = []
 
     def row(self, fault: str, said: str, seconds: float) -> None:
-        """What happened, what was said or done, and after how long."""
+        """Add a fault, the reaction to it, and the seconds until then."""
         self.rows.append((fault, said, f"{seconds:.1f}"))
 
     def write(self) -> None:

@@ -1,4 +1,4 @@
-"""Ray: the bridge carries bytes, ends and errors; a run over three of its nodes ends as on one."""
+"""Ray: the bridge carries bytes, exits and errors; a run over three of its nodes ends as on one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""SLURM: a run is submitted, watched from the login node, ends with its job; and what goes wrong,
-with the seconds."""
+"""SLURM: a run is submitted, watched from the login node, and ends with its job; and faults, with
+the seconds."""
 
 from __future__ import annotations
 
@@ -233,8 +233,8 @@ def test_a_killed_node_agent(run: Observed, table: Table) -> None:
 
 
 def test_a_killed_slurmd(slurm: SlurmNodes, run: Observed, table: Table) -> None:
-    """What runs there goes on; when SLURM takes the node for down, the job is queued again, and
-    waits for it."""
+    """The node's processes go on; when SLURM takes the node for down, it queues the job again, and
+    the job waits for it."""
     steps = len(run.steps())
     slurm.daemons.kill("slurmd-n2")
     try:

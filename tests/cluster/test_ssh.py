@@ -1,5 +1,4 @@
-"""ssh: a run over three hosts ends as on one; and what goes wrong is named within 10 s, with the
-way out."""
+"""ssh: a run over three hosts ends as on one; a fault is named within 10 s, with its fix."""
 
 from __future__ import annotations
 

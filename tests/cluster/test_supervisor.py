@@ -1,4 +1,4 @@
-"""The supervisor's own tests, with components on another node: by srun in an allocation, and by
+"""The supervisor's own tests with components on another node: by srun in an allocation, and by
 ssh."""
 
 from __future__ import annotations

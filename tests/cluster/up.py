@@ -1,5 +1,5 @@
-"""Test clusters by hand: `python -m tests.cluster.up [slurm] [ssh]` stays up and says how to use
-them; ^C ends them."""
+"""Start test clusters by hand: `python -m tests.cluster.up [slurm] [ssh]` prints how to use them;
+^C ends them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.cluster.ssh_nodes import SshNodes
 
 
 def main() -> int:
-    """Bring up what was asked for (all where nothing was), wait for a signal, take it down."""
+    """Start the requested clusters (by default all), wait for a signal, and stop them."""
     parser = argparse.ArgumentParser(prog="python -m tests.cluster.up", description=__doc__)
     parser.add_argument("kinds", nargs="*", metavar="KIND", help="slurm, ssh (default: both)")
     kinds = parser.parse_args().kinds or ["slurm", "ssh"]

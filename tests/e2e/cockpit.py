@@ -1,5 +1,5 @@
-"""The cockpit as its user has it: the real demo under `atropos-tui up` in a terminal, driven by
-keys alone."""
+"""The cockpit as a user has it: the real demo under `atropos-tui up` in a terminal, driven by
+keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMPONENTS = ("warm-start", "api", "vllm", "arithmetic", "trainer")
 
 
 def open_cockpit(root: Path, steps: int) -> Cockpit:
-    """The demo of so many steps, which has just begun to start."""
+    """Start the demo with `steps` steps; it has just begun when this returns."""
     api, engine = free_ports(2)
     sets = {"api.port": api, "vllm.port": engine, "trainer.training_steps": steps}
     command = [
@@ -45,7 +45,7 @@ class Cockpit:
     terminal: Terminal
     files: LiveStack
     steps: int
-    """Of the whole run."""
+    """Steps of the whole run."""
 
     def press(self, *keys: bytes) -> None:
         for key in keys:

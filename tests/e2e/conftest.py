@@ -1,4 +1,4 @@
-"""The real stack on the CPU. One prepared model serves every test of a session."""
+"""Fixtures of the real stack on the CPU. One prepared model serves every test of a session."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _own_environment() -> Iterator[None]:
-    """What a trainer sets in this process for its own server is not there for the next test's."""
+    """Undo what a trainer sets in this process for its own server."""
     with mock.patch.dict(os.environ):
         yield
 
@@ -55,7 +55,7 @@ def stack(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def cockpit(tmp_path: Path) -> Iterator[Callable[[int], Cockpit]]:
-    """Opens the demo of so many steps on a terminal; the run is ended with the test."""
+    """Open the demo with some steps on a terminal; the run ends with the test."""
     opened: list[Cockpit] = []
 
     def open_one(steps: int) -> Cockpit:

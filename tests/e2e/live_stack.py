@@ -1,5 +1,4 @@
-"""Driving the real stack from tests: start it, watch its files, and look for what it left
-behind."""
+"""Drive the real stack from tests: start it, watch its files, and look for what it left behind."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from benchmarks.demo import prepare
 from tests.e2e.vllm_server_live import SHARED_NAME
 
 STEPS_LIVE = 40
-"""Of a run in which a command does something: more than are over before it has started."""
+"""Steps of a run in which a command acts: more than are over before the command has started."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -66,7 +65,8 @@ def read_records(path: Path) -> list[Record]:
 
 
 def processes_of(run_id: str) -> list[str]:
-    """Command lines of live processes that carry the run's marker, whoever their parent is."""
+    """Return the command lines of live processes that carry the run's marker, in any process
+    tree."""
     marker = f"{ENV_RUN_ID}={run_id}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -152,7 +152,7 @@ class LiveStack:
 
     @property
     def output(self) -> Path:
-        """What the last start has printed, beside the run's folder."""
+        """File with the output of the last start, beside the run's folder."""
         return self.root.with_name(f"{self.root.name}.output")
 
     def cli(self, *args: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -231,7 +231,7 @@ class LiveStack:
         while (left := processes_of(self.run_id)) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not left, "processes left behind:\n" + "\n".join(left)
-        # A semaphore that vLLM closed before it was killed (32 bytes) cannot be told from another
+        # A semaphore that vLLM closed before it was killed (32 bytes) looks like one of another
         # program's.
         now = {
             path.name

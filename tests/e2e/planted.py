@@ -1,4 +1,4 @@
-"""Faults planted into a real server by vLLM's own flags. Tests name them; nothing else does."""
+"""Faults planted into a real server by vLLM's own flags; only tests name them."""
 
 from __future__ import annotations
 

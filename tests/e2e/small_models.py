@@ -82,8 +82,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 32, "num_local_experts": 4, "sliding_window": None, **_TWO_EXPERTS},
     ),
 }
-"""Whose tensors lie on the server in ways of their own: fused in checkpoint or server alone, one
-for each expert."""
+"""Models with tensors that the server stores in other ways: fused in the checkpoint, fused on the
+server, one for each expert."""
 _CONFIGS = {"Gemma3": "Gemma3Text"}
 """Prefixes of configurations where they are others."""
 

@@ -1,4 +1,4 @@
-"""Load on a running server: completions streamed without end, and what each of them was written by.
+"""Load on a running server: endless streams of completions, and the weight version of each.
 
     with Streams(server.url, server.token) as load:
         load.until(32)             # completions that ended
@@ -31,12 +31,12 @@ class Streamed:
 
     prompt: list[int]
     streamed: bool = True
-    """By `/v1/completions`; else by `/generate`, which the server records."""
+    """True for `/v1/completions`, False for `/generate`, which the server records."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sent: float = 0.0
     ended: float = 0.0
-    """When it was asked for, and when its last token came; both `time.monotonic()` seconds."""
+    """Times of the request and of the last token; both `time.monotonic()` seconds."""
 
     @property
     def digest(self) -> str:
@@ -63,8 +63,8 @@ class Streams:
         with_token: bool = False,
         patient: bool = False,
     ) -> None:
-        """`count` threads stream, `recorded` more ask `/generate`. `prompt`: token ids, for all the
-        same, so that they share a prefix. `with_token`: go past a hold. `patient`: a server that is
+        """`count` threads stream, `recorded` more send `/generate`. `prompt`: token ids for each of
+        them, so that they share a prefix. `with_token`: go past a hold. `patient`: a server that is
         away is no error."""
         self.url, self.token = url.rstrip("/"), token
         self.completions: list[Streamed] = []

@@ -174,7 +174,7 @@ def end_of(process: subprocess.Popen[bytes] | ForkedProcess) -> None:
 
 
 def still_running(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that still execute; a zombie has ended and only waits for whoever inherits it."""
+    """Return the processes that still execute; a zombie has ended and waits for its parent."""
     alive = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -204,7 +204,7 @@ def largest_gap(reference: Any, answer: dict[str, Any]) -> float:
 
 
 def digests(answer: dict[str, Any]) -> list[str]:
-    """What a trainer computes from what atroposlib's client passes on."""
+    """Return the digests that a trainer computes from what atroposlib's client passes on."""
     return [
         completion_digest(
             [int(next(iter(position[0]))) for position in completion],

@@ -1,5 +1,5 @@
-"""A random model of Qwen3-1.7B's shape, 3.4 GB in bfloat16: moving weights costs the same trained
-or not."""
+"""A random model of Qwen3-1.7B's shape, 3.4 GB in bfloat16: training does not change what moving
+weights costs."""
 
 from __future__ import annotations
 

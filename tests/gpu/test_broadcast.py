@@ -1,5 +1,5 @@
-"""Mode `broadcast` over NCCL: trainer on GPU 0, servers on the others, CUDA graphs and prefix cache
-on.
+"""Mode `broadcast` over NCCL: trainer on GPU 0, servers on the others, with CUDA graphs and prefix
+cache.
 
 python -m pytest -m gpu tests/gpu/test_broadcast.py -s        # two GPUs: about six minutes; four:
 tensor parallel too

@@ -1,4 +1,4 @@
-"""Planted faults in single copy on a GPU, under 16 streams, CUDA graphs and prefix cache on: the
+"""Planted faults in single copy on a GPU, under 16 streams with CUDA graphs and prefix cache: the
 gate names each.
 
 python -m pytest -m gpu tests/gpu/test_faults.py -s        # three servers at once, about three

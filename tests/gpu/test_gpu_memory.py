@@ -1,5 +1,5 @@
-"""Stopped means that GPU memory is back: real allocations, a fork that keeps the device open, a
-second CUDA process.
+"""A stopped component has freed its GPU memory: real allocations, a fork that keeps the device
+open, a second process.
 
 python -m pytest -m gpu tests/gpu/test_gpu_memory.py -s
 """
@@ -102,7 +102,7 @@ class Watched:
 
 
 def check_row(row: ComponentStatus) -> str:
-    """What `ps` says of the memory is right, or nothing is said; in words."""
+    """Assert that `ps` shows the right memory or none; return its words."""
     assert row.gpu_bytes is None or FIRST + SECOND <= row.gpu_bytes < FIRST + SECOND + 4 * GIB
     return "not told apart here" if row.gpu_bytes is None else f"{row.gpu_bytes / GIB:.2f} GiB"
 

@@ -1,5 +1,5 @@
-"""Kernels on the device: which heads are left to FlashAttention 4, that a model trains by it as by
-FlashAttention 2, and in which type the head's gradient is summed."""
+"""Kernels on the device: heads that FlashAttention 4 takes, training by it as by FlashAttention 2,
+and the type of the head's gradient sums."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What lies in the host's memory on a real GPU: the same step bit for bit, less of the device,
-copies beside the step.
+"""Offload to the host's memory on a real GPU: the same step bit for bit, less GPU memory, copies
+beside the step.
 
 python -m pytest -m gpu tests/gpu/test_offload.py -s        # half a minute
 """
@@ -30,8 +30,8 @@ GPU = torch.device("cuda")
 def _steps(
     steps: int, side: int = 1024, count: int = 96, **fields: Any
 ) -> tuple[torch.Tensor, int, float]:
-    """Weights after so many steps, the most bytes that a step took beyond weights and gradients,
-    and its seconds."""
+    """Return the weights after `steps` steps, the peak bytes of a step beyond weights and
+    gradients, and its seconds."""
     torch.manual_seed(0)
     model = torch.nn.ParameterList(
         torch.randn(side, side, device=GPU).mul_(0.02).bfloat16() for _ in range(count)

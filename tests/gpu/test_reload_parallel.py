@@ -1,5 +1,5 @@
-"""Mode `none` with tensor parallel 2 on two GPUs: a whole model loaded in place, split by vLLM,
-CUDA graphs on.
+"""Mode `none` with tensor parallel 2 on two GPUs: vLLM splits a whole model in place, with CUDA
+graphs.
 
 python -m pytest -m gpu tests/gpu/test_reload_parallel.py -s        # two GPUs, about two minutes
 """

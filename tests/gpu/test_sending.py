@@ -1,5 +1,4 @@
-"""What a send waits for on a GPU. A single rank's group: what there is to see is the order of work
-on one card.
+"""Order of a send and other work on one GPU, in a group of a single rank.
 
 python -m pytest -m gpu tests/gpu/test_sending.py -s
 """

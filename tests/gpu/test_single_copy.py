@@ -1,5 +1,5 @@
-"""The server is killed in single copy over CUDA IPC: what the trainer saves, and that a new server
-goes on from there.
+"""A server killed in single copy over CUDA IPC: what the trainer saves, and that a new server
+continues from it.
 
 python -m pytest -m gpu tests/gpu/test_single_copy.py -s        # two server starts, about two
 minutes
@@ -44,10 +44,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(500)]
 
 class Killer(Sampled):
     """Rollouts from the server, until it is killed before the batch after step `last`; keeps every
-    batch.
-
-    `computing`: that batch, made while the server lived, is handed out all the same.
-    """
+    batch. `computing`: that batch, made while the server lived, is still handed out."""
 
     def __init__(self, url: str, pid: int, last: int, kept: Path, *, computing: bool) -> None:
         super().__init__(url)

@@ -1,5 +1,4 @@
-"""The whole stack on one GPU, in each mode that needs no more, with CUDA graphs and prefix cache
-on.
+"""The whole stack on one GPU, in each mode that needs one, with CUDA graphs and prefix cache.
 
 python -m pytest -m gpu tests/gpu -s
 """

@@ -1,4 +1,4 @@
-"""Every mode of one GPU under 16 concurrent streams, with CUDA graphs and prefix cache on: 20 steps
+"""Every mode of one GPU under 16 concurrent streams, with CUDA graphs and prefix cache: 20 steps
 stay aligned.
 
 python -m pytest -m gpu tests/gpu/test_weight_sync.py -s
@@ -46,7 +46,7 @@ FLAGS = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "lora_one_copy": {"weight_bridge_mode": "lora_only", "single_copy": True}
 }
-"""Of the trainer, where the name of the mode does not say it all."""
+"""Settings of the trainer that the name of the mode does not say."""
 ENGINE_FLAGS = ["--kv-cache-memory-bytes", str(1 << 30), "--max-num-seqs", "64"]
 
 
@@ -119,7 +119,7 @@ def until_ready(server: Server, limit_s: float = 400) -> None:
 
 
 class Loaded(Sampled):
-    """Rollouts from the server while `load` streams besides, from the first batch on."""
+    """Rollouts from the server while `load` streams beside them, from the first batch on."""
 
     def __init__(self, url: str, load: Streams) -> None:
         super().__init__(url)

@@ -1,5 +1,5 @@
-"""The documents: every link leads somewhere, and the coverage table names only what exists and
-answers every item."""
+"""The documents: no broken link, and a coverage table that is complete and names only what
+exists."""
 
 from __future__ import annotations
 

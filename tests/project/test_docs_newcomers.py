@@ -1,4 +1,4 @@
-"""The documents for who comes new: keys of the screen, flags of the trainer that they knew."""
+"""Documents for newcomers: the keys of the screen, and the example trainer's flags."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PLACES: dict[str, type[DOMNode]] = {
 
 
 def keys_of(kind: type[DOMNode]) -> dict[str, str]:
-    """What each action of a class does, and its keys."""
+    """Return the keys of each action of a class, with its description."""
     found: dict[str, list[str]] = {}
     for binding in Binding.make_bindings(vars(kind)["BINDINGS"]):
         found.setdefault(binding.tooltip or binding.description, []).append(
@@ -47,7 +47,7 @@ def keys_of(kind: type[DOMNode]) -> dict[str, str]:
 
 
 def keys_document() -> str:
-    """What `docs/keys.md` has to say below its first paragraph."""
+    """Return `docs/keys.md` below its first paragraph."""
     parts = []
     for place, kind in PLACES.items():
         rows = "".join(f"| {keys} | {about} |\n" for keys, about in keys_of(kind).items())
@@ -63,7 +63,7 @@ def test_the_keys_of_the_screen_are_those_in_the_document() -> None:
 
 
 def peer_flags() -> set[str]:
-    """Of the parser of atroposlib's example_trainer, which is read and not imported."""
+    """Return the flags of atroposlib's example_trainer, read from the source of its parser."""
     spec = importlib.util.find_spec("example_trainer")
     if spec is None or spec.origin is None:
         pytest.skip("atroposlib's wheel brings no example_trainer")

@@ -1,5 +1,4 @@
-"""A trainer that is not ours under the same cockpit: what it is told and refused, which figures are
-missing."""
+"""A foreign trainer under the cockpit: its environment, its refusals, and the figures it lacks."""
 
 from __future__ import annotations
 
@@ -133,7 +132,7 @@ def test_it_trains_under_the_same_cockpit(
     seen: list[str] = []
 
     def look() -> None:
-        """What the sentence says while it trains."""
+        """Read the sentence while it trains."""
         while not there.result_json.exists() and not seen:
             time.sleep(0.2)
             log = there.log("trainer", 1)

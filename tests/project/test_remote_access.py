@@ -1,5 +1,4 @@
-"""The doors of servers that other machines reach: what a stranger on another machine gets, and who
-has the run's key.
+"""Servers that other machines reach: a request without the run's key gets nothing.
 
 The attack comes over a cable from a machine of its own (`two_machines`); it succeeds on a server
 without its door. How an environment brings the key: `tests/atropos_envs/hosting/test_auth.py`.

@@ -1,5 +1,5 @@
-"""The wheel and the source archive, and what the wheel does in an environment that has its light
-dependencies alone."""
+"""The wheel and the source archive, and the wheel in an environment with only its light
+dependencies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a program computes."""
+"""CPU time of a program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real stacks of small, nasty children, checked from outside the supervisor's own bookkeeping."""
+"""Real stacks of small, stubborn children, checked without the supervisor's own bookkeeping."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def ready(*checks: Check, **fields: Any) -> Probes:
 
 
 def alive(pid: int) -> bool:
-    """Whether `pid` runs; a zombie does not. Independent of the supervisor's own process table."""
+    """Return True if `pid` runs; a zombie does not. Independent of the supervisor's own process
+    table."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -78,7 +79,7 @@ async def pids_in(path: Path, timeout_s: float = 10.0) -> list[int]:
 async def wait_until(
     condition: Callable[[], bool], timeout_s: float = 10.0, every_s: float = 0.005
 ) -> float:
-    """Seconds until `condition` held, which is asked each `every_s`."""
+    """Wait until `condition` holds, and return the seconds; it is called every `every_s`."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < timeout_s, "it did not happen in time"
@@ -87,8 +88,8 @@ async def wait_until(
 
 
 def check_records(run: RunDir, spoilt: int = 0, resumed: bool = False) -> None:
-    """Every step of the journal is allowed, sequences have no gap, up to a torn last line and
-    `spoilt` lines that somebody has overwritten. A run that was `resumed` begins anew under each
+    """Assert that every step of the journal is allowed and that sequences have no gap, up to a torn
+    last line and `spoilt` overwritten lines. A `resumed` run has a new sequence under each
     supervisor."""
     lines = run.supervisor_jsonl.read_bytes().splitlines(keepends=True)
     bad, seq = 0, -1
@@ -115,12 +116,12 @@ def check_records(run: RunDir, spoilt: int = 0, resumed: bool = False) -> None:
 NOTE = re.compile(
     rb"\[atropos\] (\d+) bytes of output are missing here: the disk did not take them\n"
 )
-"""What a log says of output that was lost."""
+"""Line of a log about lost output."""
 
 
 def check_log(data: bytes, line: bytes, head: bytes = b"") -> int:
-    """What is there of a log of numbered lines such as `line`, after `head`, and what is said to be
-    missing make the whole; the bytes that are said to be missing."""
+    """Assert that the rest of a log of numbered lines such as `line`, after `head`, and the bytes
+    that its notes call missing make the whole; return those bytes."""
     lost = sum(int(found) for found in NOTE.findall(data))
     text = NOTE.sub(b"", data)
     last = int(text.splitlines()[-1].split()[-1])

@@ -1,5 +1,4 @@
-"""An HTTP server on the loopback that speaks JSON: what stand-ins of the inference server are made
-of."""
+"""A JSON server on the loopback, the base of stand-ins for the inference server."""
 
 from __future__ import annotations
 

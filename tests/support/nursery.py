@@ -1,5 +1,4 @@
-"""Processes of the tests that start at once: forked from one that has imported already what takes
-them long.
+"""Start test processes at once by forking one that has already imported the slow modules.
 
 Each test process has one for all sets of modules that have some in common, and it ends with that.
 """
@@ -31,7 +30,7 @@ TRAINER = (
     "torch.distributed.fsdp",
 )
 SERVER = (VLLM, *TRAINER)
-"""Of an inference server; whoever tests one has trainers as well."""
+"""Modules of an inference server; a test of one has trainers as well."""
 SUPERVISOR = ("tests.support.warm_supervisor",)
 
 
@@ -73,7 +72,7 @@ def forked(
 
 
 def supervisor(stack_json: str, folder: Path) -> ForkedProcess:
-    """What `python -m atropos_tui.supervisor` is, with the stack on its stdin; its output in
+    """Start `python -m atropos_tui.supervisor` with the stack on its stdin; its output is in
     `folder`/said."""
     (folder / "stdin").write_text(stack_json)
     return forked(

@@ -1,4 +1,4 @@
-"""Another user of this machine: runs a function as uid 65534, in a process forked from the test.
+"""Another user of this machine: run a function as uid 65534, in a process forked from the test.
 
 Forked, not started: that user may be unable to read the interpreter and the packages.
 """
@@ -50,11 +50,11 @@ class Stranger:
         os.close(writing)
 
     def waits(self) -> bool:
-        """Whether it is still at work."""
+        """Return True while it works."""
         return not select.select([self._reading], [], [], 0)[0]
 
     def said(self, timeout_s: float = SECOND_USER_S) -> Any:
-        """What `work` returned."""
+        """Return the result of `work`."""
         give_up = time.monotonic() + timeout_s
         data = b""
         while time.monotonic() < give_up:
@@ -82,7 +82,7 @@ def stranger(work: Callable[[], Any], keep: int = -1) -> Iterator[Stranger]:
 
 
 def as_another_user(work: Callable[[], Any]) -> Any:
-    """What `work` returns as another user."""
+    """Return the result of `work`, called as another user."""
     with stranger(work) as there:
         return there.said()
 

@@ -1,4 +1,4 @@
-"""`own_places`: a test of the command line sees no run, socket or environment but its own."""
+"""`own_places`: a test of the command line sees only its own runs, sockets and environment."""
 
 from __future__ import annotations
 

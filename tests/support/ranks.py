@@ -1,9 +1,9 @@
-"""Runs a function of a test module on several ranks: processes of their own, as torchrun would
-start them.
+"""Run a function of a test module on several ranks: processes of their own, as torchrun would start
+them.
 
 They are forked from a process that has imported torch and the trainer, one for all ranks of a test
-process: most of what a rank costs is that import. `trainer_core/ranks/test_loop.py` starts some as a command
-line does.
+process: most of what a rank costs is that import. `trainer_core/ranks/test_loop.py` starts some as
+a command line does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def selected(request: pytest.FixtureRequest, argument: str) -> list[str]:
 
 
 def be_rank(words: list[str]) -> None:
-    """What a rank does."""
+    """Run the function of a rank."""
     call, folder, *more = words
     module, name = call.split(":")
     code = getattr(importlib.import_module(module), name)(Path(folder), *more)

@@ -1,5 +1,5 @@
-"""A run directory as the real programs leave it, with plausible figures from a seeded generator.
-For tests and looking.
+"""Make a run directory as the real programs leave it, with plausible figures from a seeded
+generator.
 
 python -m tests.support.run_maker DIR [STEPS]
 """
@@ -51,7 +51,7 @@ def write_records(path: Path, records: list[Record], start: int = 0) -> None:
 def step_records(
     step: int, rng: random.Random, *, attempt: int = 1, time: float | None = None
 ) -> list[Record]:
-    """What a trainer writes for one step."""
+    """Records that a trainer writes for one step."""
     reward = 0.95 - 0.45 * math.exp(-step / 14) + rng.gauss(0, 0.02)
     wait, train, sync = (
         0.12 + rng.random() * 0.05,
@@ -222,7 +222,7 @@ def _log_lines(name: str, steps: int) -> list[str]:
 
 
 def gauges(at: float = T0 + 40, **changes: Any) -> GaugesRecord:
-    """What the supervisor records of a machine."""
+    """The supervisor's record of a machine."""
     engine = EngineGauges(
         running=12,
         waiting=3,

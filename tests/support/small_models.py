@@ -1,5 +1,4 @@
-"""Real transformers models made tiny, one configuration for each architecture that the budget has a
-formula for."""
+"""Tiny real transformers models, one for each architecture with a formula in the budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program on a pseudo terminal, and the cells that a terminal would show of what it wrote."""
+"""A program on a pseudo terminal, and the cells that a terminal would show."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ character."""
 
 
 class Cells:
-    """What a terminal shows: positioned text and erasing, which is all that Textual uses; styles
+    """The cells of a terminal: positioned text and erasing, which is all that Textual uses; styles
     are left out."""
 
     def __init__(self, columns: int, rows: int) -> None:
@@ -140,7 +140,7 @@ class Terminal:
         os.write(self._fd, keys)
 
     def vanish(self) -> None:
-        """Close the other side. The program is told by no signal, for it does not own this
+        """Close the other side. The program gets no signal, because it does not own this
         terminal."""
         os.close(self._fd)
         self._fd = -1

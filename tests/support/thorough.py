@@ -1,5 +1,4 @@
-"""How much of what is endless is tried: cases side by side, properties, values that are replaced
-one after the other.
+"""Shares of long lists of cases: examples of properties, replaced values, settings of ranks.
 
 `make test` tries a share; `make test-all` also runs what is marked slow, sets
 `ATROPOS_TESTS_THOROUGH`, and tries all.
@@ -22,5 +21,5 @@ def left_out(cases: Iterable[str], slow: Collection[str]) -> list[Any]:
 
 
 def examples(count: int) -> int:
-    """Of a property: `count`, or a quarter."""
+    """Return the number of examples of a property: `count`, or a quarter of it."""
     return count if THOROUGH else max(20, count // 4)

@@ -1,4 +1,4 @@
-"""A small file system of its own, to be filled for real."""
+"""A small file system of its own, which a test really fills."""
 
 from __future__ import annotations
 

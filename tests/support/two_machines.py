@@ -1,5 +1,4 @@
-"""Two machines on this one: namespaces of the network with a cable between them, without being
-root.
+"""Two machines on one: network namespaces with a cable between them, without root.
 
 python -m tests.support.two_machines PROGRAM...     # runs PROGRAM on 10.77.0.1; what it runs by
 `elsewhere` is 10.77.0.2
@@ -19,7 +18,7 @@ ENV_OTHER = "TWO_MACHINES_OTHER"
 
 
 def possible() -> bool:
-    """Whether this system lets us."""
+    """Return True if this system allows it."""
     tools = all(shutil.which(name) for name in ("unshare", "ip", "nsenter"))
     link = ["ip", "link", "add", "here", "type", "veth", "peer", "name", "there"]
     return tools and subprocess.run([*APART, *link], capture_output=True).returncode == 0

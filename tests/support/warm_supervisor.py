@@ -1,6 +1,5 @@
-"""What a supervisor imports and builds only as it goes, done before it is forked: three quarters of
-what a short one costs.
-"""
+"""Imports and pydantic models of a supervisor, prepared before the fork: three quarters of a short
+one's cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs without a server: made-up groups in a file, and the settings that go with them."""
+"""Runs without a server: made-up groups in a file, and their settings."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Stand-ins for the trainer's neighbours: an inference server whose weights lie fused in a shared
-file and that really decodes from them, atroposlib's own run-api in a thread, and an environment
-that plays rollouts into it."""
+"""Stand-ins for the trainer's neighbours: an inference server that decodes from fused weights in a
+shared file, atroposlib's own run-api in a thread, and an environment that sends rollouts to it."""
 
 from __future__ import annotations
 
@@ -87,7 +86,7 @@ def slice_of(tensors: dict[str, torch.Tensor], name: str, param: torch.Tensor) -
 
 
 class Refused(Exception):
-    """What an engine answers instead, with an HTTP status."""
+    """An engine's refusal, with an HTTP status."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)

@@ -1,5 +1,5 @@
-"""The trainer as a library: names, offline runs on recorded rollouts, callbacks, and what a run
-gives back."""
+"""The trainer as a library: names, offline runs on recorded rollouts, callbacks, and the result of
+a run."""
 
 from __future__ import annotations
 
@@ -169,8 +169,8 @@ def test_more_steps_after_a_good_end_go_on_from_what_it_made(
     capsys: pytest.CaptureFixture[str],
     mode: dict[str, Any],
 ) -> None:
-    """The end keeps no optimizer: without a newer checkpoint that begins anew, the weights do
-    not."""
+    """The end keeps no optimizer: without a newer checkpoint the optimizer starts fresh, the
+    weights do not."""
     config = offline_config(base, tmp_path, resume="auto", training_steps=2, **mode)
     assert train(config, rollouts=batches).step == 2
     made = (tmp_path / "offline" / ("final_adapter" if mode else "final_model")).resolve()
@@ -214,7 +214,8 @@ def test_a_line_replaces_what_an_earlier_attempt_left(tmp_path: Path) -> None:
 
 
 def test_a_record_that_begins_later_serves_both(tmp_path: Path) -> None:
-    """Of a resumed run: to go on from its checkpoint, or to begin anew."""
+    """The record of a resumed run serves to continue from its checkpoint, and to start a new
+    run."""
     path = write_lines(
         tmp_path / "r.jsonl", [{"batch": [{"tokens": [[s]]}], "step": s} for s in (11, 12, 13)]
     )

@@ -1,4 +1,4 @@
-"""Sources, callbacks, settings and files of a library user's own, right and wrong."""
+"""Sources, callbacks, settings and files of a library's user, right and wrong."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def generator() -> Iterator[Groups]:
     "source", [BATCHES, [{"batch": b} for b in BATCHES], generator(), Lines(), NoArguments()]
 )
 def test_sources_of_every_shape(base: Path, tmp_path: Path, source: Any) -> None:
-    """Five steps are asked for, so that each comes to its end."""
+    """Five steps are configured, so that each source comes to its end."""
     result = train(offline_config(base, tmp_path, training_steps=STEPS + 1), rollouts=source)
     assert (result.done, result.step) == (True, STEPS) and "has no more rollouts" in result.reason
 

@@ -1,5 +1,4 @@
-"""The probe's requests: all under way together, none left behind, and nothing that waits for
-ever."""
+"""The probe's requests: all in flight together, none left behind, and no endless wait."""
 
 from __future__ import annotations
 
@@ -157,8 +156,8 @@ def test_of_several_servers_each_has_its_turn() -> None:
 
 
 def test_a_close_in_the_middle_leaves_no_thread_that_waits() -> None:
-    """Of many closes at any moment: a request that is cancelled before it begins is one that `wait`
-    never ends for."""
+    """Many closes at any moment: `wait` never ends for a request that is cancelled before it
+    begins."""
     for attempt in range(60):
         prober = _prober(Engine())
         prober.start(1, 0)

@@ -1,4 +1,4 @@
-"""The example of `trainer_core/README.md` runs as it stands."""
+"""The example of `trainer_core/README.md` runs unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rollouts of a step are written as text: whole groups, in turn, flat ones last."""
+"""Rollouts of a step that are written as text: whole groups, in turn, flat ones last."""
 
 from __future__ import annotations
 

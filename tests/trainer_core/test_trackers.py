@@ -1,4 +1,4 @@
-"""What trackers get, over all attempts of a run, with the real libraries."""
+"""Metrics in trackers, over all attempts of a run, with the real libraries."""
 
 from __future__ import annotations
 

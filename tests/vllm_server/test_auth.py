@@ -1,4 +1,4 @@
-"""The door: Host header, token, hold. Requests go through a real Starlette app."""
+"""The auth middleware: Host header, token, hold. Requests go through a real Starlette app."""
 
 from __future__ import annotations
 

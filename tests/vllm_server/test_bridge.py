@@ -1,5 +1,5 @@
-"""The bridge's order of engine calls, its lease and its stamp, with an engine that records what it
-is told."""
+"""The bridge: the order of engine calls, its lease and its version stamp, with an engine that
+records its calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ceiling of an engine: learned from steps with a known cost, and unknown where the steps do
+"""The token limit of an engine: learned from steps with a known cost, unknown where the steps do
 not tell it."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settings, start-up checks and the environment for vLLM: nothing here imports vLLM."""
+"""Settings, start-up checks and the environment for vLLM, without an import of vLLM."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_the_manifest_path_wins_over_logdir(tmp_path: Path) -> None:
 
 
 def test_a_bridge_directory_where_others_may_write_is_refused(tmp_path: Path) -> None:
-    """Who makes it first would read the token, and choose the weights of the start."""
+    """A user who makes it first would read the token, and choose the weights of the start."""
     own, shared = tmp_path / "own", tmp_path / "shared"
     own.mkdir(mode=0o755)
     shared.mkdir()

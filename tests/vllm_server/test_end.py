@@ -1,5 +1,5 @@
-"""Why a server ended: it was told to, or its engine died. vLLM serves and takes signals; the engine
-is a stand-in."""
+"""Why a server ended: by a signal, or because its engine died. vLLM serves and takes signals; the
+engine is a stand-in."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def told_by(number: int) -> Callable[[FastAPI], None]:
 
 
 def engine_dies(served: FastAPI) -> None:
-    """What vLLM does when it sees that."""
+    """Do what vLLM does when its engine has died."""
     served.state.server.should_exit = True
 
 

@@ -1,4 +1,5 @@
-"""Bodies and answers of `/generate`, with a fake engine in vLLM's shape."""
+"""Bodies and answers of `/generate` with a stand-in engine: logprobs in both forms, and text made
+once at the end."""
 
 from __future__ import annotations
 

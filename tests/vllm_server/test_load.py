@@ -1,4 +1,4 @@
-"""How much a server is asked: counted at its door, and told in `/metrics` and `/bridge/info`."""
+"""The load of a server: counted by the auth middleware, shown in `/metrics` and `/bridge/info`."""
 
 from __future__ import annotations
 

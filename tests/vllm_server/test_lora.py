@@ -1,5 +1,5 @@
-"""Adapters come and go while requests run: fresh names, the newest for all, the old one only as
-long as needed."""
+"""Adapters come and go while requests run: fresh names, the newest for all, an old one as long as a
+request needs it."""
 
 from __future__ import annotations
 

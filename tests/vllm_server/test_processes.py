@@ -1,4 +1,4 @@
-"""How the engine process begins: by fork only where that is safe, and it ends with its server."""
+"""The start of the engine process: a fork only where that is safe; it ends with its server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logprobs that nobody asked for: recorded beside vLLM's routes, found by prompt, bounded, and put
+"""Recorded logprobs of requests without them: beside vLLM's routes, found by prompt, bounded, put
 into rollouts."""
 
 from __future__ import annotations
@@ -117,8 +117,7 @@ def test_the_oldest_prompts_go_first() -> None:
 
 
 def _run(params: Any, store: CompletionStore) -> Any:
-    """One request to an engine that computes logprobs where it is asked to; what it was asked
-    with."""
+    """Send one request to an engine that computes logprobs on request; return its parameters."""
     seen = []
 
     async def generate(prompt: Any, given: Any, request_id: str, **_: Any) -> AsyncIterator[Any]:

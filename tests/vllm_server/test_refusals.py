@@ -1,5 +1,5 @@
-"""Refused requests are said in the log: each reason once and then counted, at a bounded cost. On
-real ASGI apps."""
+"""Refused requests in the log: each reason once, then counted, at a bounded cost. On real ASGI
+apps."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def client(served: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def end(served: FastAPI) -> None:
-    """What uvicorn does at the end."""
+    """Do what uvicorn does at the end."""
     messages = iter(["lifespan.startup", "lifespan.shutdown"])
 
     async def receive() -> dict[str, str]:

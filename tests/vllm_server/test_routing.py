@@ -1,4 +1,4 @@
-"""Which experts completions took: kept from vLLM's outputs in every form, bounded, found by tokens,
+"""Experts of completions: kept from every form of vLLM's outputs, bounded, found by tokens,
 served."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What leaks into returned logprobs is left out, taken or refused in rollouts, and left alone
-elsewhere."""
+"""Sampling parameters that change returned logprobs: dropped, accepted or refused in rollouts, left
+alone elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A stranger on the port where a broadcast's group meets: he may break the group, and nothing else.
+"""Attacks by another user on the port of a broadcast group: they can break the group, and nothing
+else.
 
 NCCL has no GPU here: in its place stands a library of the same C signatures, called through ctypes,
 that moves bytes between threads. Everything before it is real: HTTP, the store, the messages.
@@ -99,7 +100,7 @@ def test_a_forged_go_or_presence_starts_nothing() -> None:
     waiting.join(1)
     assert waiting.is_alive() and meeting.missing("here") == [2]
     mine = stranger.store.get(f"{stranger.prefix()}/here/1")
-    stranger.plant("go", mine)  # what was said under one key says nothing under another
+    stranger.plant("go", mine)  # a message of one key means nothing under another
     stranger.plant("here/2", mine)
     waiting.join(0.5)
     assert waiting.is_alive() and meeting.missing("here") == [2]
@@ -152,7 +153,7 @@ def connected(store: Any, rank: int, made: dict[int, Any]) -> threading.Thread:
 
 
 def test_a_stranger_in_the_place_of_a_rank_gets_no_weights() -> None:
-    """gloo believes whoever connects to a rank's port and says a small number; half of the time
+    """gloo accepts every connection to a rank's port that sends a small number; half of the time
     that rank listens."""
     secret, got = secrets.token_bytes(32), b""
     for _ in range(20):

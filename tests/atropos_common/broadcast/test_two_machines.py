@@ -1,5 +1,4 @@
-"""A broadcast's group between two machines: each rank listens at its own address, and the trainer's
-word is enough."""
+"""A broadcast group between two machines: each rank listens at its own address."""
 
 from __future__ import annotations
 

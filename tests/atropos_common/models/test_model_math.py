@@ -1,4 +1,4 @@
-"""What a model weighs and costs, against what torch really computes and keeps."""
+"""Sizes and costs of a model, against what torch computes and keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits of connections that are not the run's own: their number, and the time to send a request.
+"""Limits of connections without the run's key: their number, and the time to send a request.
 
 The attacks come from another machine (`two_machines`): without these limits one that has no key
 holds every descriptor.

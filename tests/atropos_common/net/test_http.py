@@ -1,5 +1,4 @@
-"""A connection that was idle for a while is not used again: the server may be closing it at that
-moment. A client of an address without TLS reads no certificates."""
+"""HTTP clients: no reuse of a connection that was idle, no certificates without TLS."""
 
 from __future__ import annotations
 

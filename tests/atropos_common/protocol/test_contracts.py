@@ -1,4 +1,4 @@
-"""Contracts: what one program writes, every other reads back, a newer writer included."""
+"""Formats shared by programs: each reads back what another writes, a newer writer included."""
 
 from __future__ import annotations
 

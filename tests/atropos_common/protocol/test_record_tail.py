@@ -1,5 +1,4 @@
-"""Readers of growing files: torn, foreign, huge, cut and replaced input is counted, never
-raised."""
+"""Readers of growing files count torn, foreign, huge, cut and replaced input, and never raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of stages that our programs write."""
+"""Records of start-up stages that our programs write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Boxes of a tensor that lie elsewhere: one view where they lie evenly, none where they do not."""
+"""Boxes of a tensor stored elsewhere: one view where they are evenly spaced, none where not."""
 
 from __future__ import annotations
 

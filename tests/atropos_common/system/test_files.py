@@ -1,5 +1,4 @@
-"""Private files: what another user planted in the same folder is neither followed nor
-overwritten."""
+"""Private files: links and files that another user planted are neither followed nor overwritten."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A child that dies with its parent: real processes, killed without a word."""
+"""A child that dies with its parent, with real processes and SIGKILL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an environment brings the key of a run to the doors of its servers, and nowhere else."""
+"""An environment sends the run's key to its own servers, and nowhere else."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What becomes of groups: run-api's answer decides what is sent, and every other group is counted
-by its reason."""
+"""Group counts: run-api's answer decides what is sent; every other group is counted by its
+reason."""
 
 from __future__ import annotations
 
@@ -278,8 +278,8 @@ async def test_an_answer_with_an_error_is_never_called_gone(
 async def test_no_group_begins_and_none_is_lost_while_no_engine_answers(
     served: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An environment with a client of its own: it failed 64 times before vLLM was up, and was told
-    to mend itself."""
+    """An environment with a client of its own failed 64 times before vLLM was up, and was blamed
+    for it."""
     monkeypatch.setattr(engine_client, "RETRY_S", 0.02)
     caplog.set_level(logging.INFO, logger="atropos_envs")
     engine, began, came = Engine(), Counter[int](), set[int]()

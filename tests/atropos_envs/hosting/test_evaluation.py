@@ -1,4 +1,4 @@
-"""Records of accuracy: numbering over restarts, torn lines, versions, and where they go."""
+"""Evaluation records: numbers over restarts, torn lines, weight versions, destinations."""
 
 from __future__ import annotations
 

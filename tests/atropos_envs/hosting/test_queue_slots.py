@@ -1,4 +1,4 @@
-"""Slots in run-api's queue and spare groups, first as numbers, then a plain environment at the real
+"""Slots in run-api's queue and spare groups: as numbers, then with a plain environment at the real
 run-api."""
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ GROUP, BATCH = 4, 16
 
 
 class World:
-    """What a plain environment finds: rollouts that take a moment and come out flat by a rule."""
+    """Rollouts that take a moment and come out flat by a rule."""
 
     def __init__(self, flat: float = 0.75) -> None:
         self.dice = random.Random(0)
@@ -181,7 +181,7 @@ class Trainer:
                     return list(batch)
 
     async def train(self, steps: int, step_s: float = 0.03) -> float:
-        """Seconds for so many steps, after one to begin with."""
+        """Return the seconds of `steps` steps, after a first one that does not count."""
         ahead = asyncio.create_task(self.fetch())
         began = 0.0
         for _ in range(steps + 1):

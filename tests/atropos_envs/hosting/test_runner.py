@@ -1,5 +1,4 @@
-"""Environments that know nothing of this stack: how they are found and hosted, and what is said of
-bad ones."""
+"""Foreign environments: how they are found and hosted, and the messages about bad ones."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The environments on atroposlib: engine client, rollouts, evaluation, run-api, and the way out of
-trouble."""
+"""Environments on atroposlib: engine client, rollouts, evaluation, run-api, recovery."""
 
 from __future__ import annotations
 
@@ -282,9 +281,7 @@ async def test_serving_evaluates_first_keeps_one_batch_ahead_and_leaves_on_sigte
         assert max(ahead) == 4, (
             "one batch of four groups, never a group more: that one would be a step older"
         )
-        while (
-            before := len(evaluations(tmp_path))
-        ) % 2:  # of the two splits one is still being asked
+        while (before := len(evaluations(tmp_path))) % 2:  # one of the two splits still runs
             await asyncio.sleep(0.01)
         engine.version = 9
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,5 +1,5 @@
-"""An environment with several inference servers: an even share for each, a group stays where it is,
-one may be away."""
+"""An environment with several engines: equal shares, a group stays on its engine, one may be
+away."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def served(model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 async def group(manager: ServerManager, turns: int = 1) -> None:
-    """What a foreign environment does: a managed server for the group, and a request for each
-    turn."""
+    """Open a managed server for the group and send a request for each turn, as a foreign
+    environment does."""
     begin_group()
     async with manager.managed_server() as managed:
         for _ in range(turns):
@@ -147,7 +147,7 @@ async def test_places_for_requests_grow_with_the_servers_and_another_server_is_a
 async def test_vllms_own_routes_are_asked_at_each_server(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What an environment asks as a chat, and one of the servers refuses for the time being."""
+    """One server refuses chat requests for a while."""
     monkeypatch.setattr(engine_client, "RETRY_S", 0.02)
     seen: Counter[int] = Counter()
     away = {1}

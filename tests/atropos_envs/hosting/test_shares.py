@@ -1,5 +1,5 @@
-"""Shares of a batch by weight: as numbers, and with two real environments of unlike speed at the
-real run-api."""
+"""Shares of a batch by weight: as numbers, and with two environments of different speed at the real
+run-api."""
 
 from __future__ import annotations
 

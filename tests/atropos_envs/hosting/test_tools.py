@@ -1,5 +1,4 @@
-"""Tool calls through atroposlib's ManagedServer, with the parsers of the pinned vLLM; words where
-there are none."""
+"""Tool calls through atroposlib's ManagedServer with the parsers of the pinned vLLM."""
 
 from __future__ import annotations
 

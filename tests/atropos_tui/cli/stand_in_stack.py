@@ -1,4 +1,4 @@
-"""A profile whose four programs are small stand-ins: real processes, real gates, a run of a
+"""A profile with small stand-ins for its four programs: real processes, real gates, a run of a
 second."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Completion: what is offered where, and the three scripts really driven in their shells."""
+"""Shell completion: the offers at each place, and the three scripts driven in their shells."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ AS_FISH = {
 
 
 def offered(*lines: str) -> list[list[str]]:
-    """What is offered at the end of each line, asked as a shell does."""
+    """Return the completions at the end of each line, requested as a shell does."""
     text = json.dumps([f"atropos-tui {line}" for line in lines])
     command = [sys.executable, "-c", ASK]
     done = subprocess.run(
@@ -133,7 +133,7 @@ def test_every_flag_of_every_command_is_offered() -> None:
 
 
 def test_it_answers_quickly() -> None:
-    """By the processor's time: how long it waits for one says nothing of ours."""
+    """CPU time is measured, because waiting for a CPU is not the command's fault."""
     took = []
     for line in ("re", "restart ", "up "):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,4 +1,4 @@
-"""`doctor`: true on this machine, and right about machines that are not fit."""
+"""`doctor`: right about this machine and about machines that are not fit."""
 
 from __future__ import annotations
 

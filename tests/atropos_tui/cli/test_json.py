@@ -1,5 +1,4 @@
-"""`--json` of every command prints what its schema says, and docs/json.md is made of the same
-models."""
+"""`--json` of every command follows its schema, and docs/json.md comes from the same models."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ COMMANDS = {
 
 
 def check(command: str, text: str) -> None:
-    """What was printed is what the schema says, with no field that it does not name."""
+    """Assert that `text` follows the command's schema, and has no field that the schema lacks."""
     schema = schemas.answer_schema(command)
     validator = Draft202012Validator(json.loads(json.dumps(schema)))
     answers = (

@@ -1,5 +1,4 @@
-"""Attacks by a run directory that came from elsewhere, or that is a copy: no command acts on its
-words."""
+"""Attacks by a run directory from elsewhere or a copy: no command acts on its contents."""
 
 from __future__ import annotations
 
@@ -397,7 +396,7 @@ def test_a_run_directory_that_was_removed_names_its_supervisor(
 
 @needs_another_user
 def test_a_run_directory_that_its_owner_cannot_read_is_words(tmp_path: Path) -> None:
-    """`chmod 000`, as a user who may not read it all the same; it was an internal error."""
+    """A user without permission to read it got an internal error after `chmod 000`."""
     base = Path(tempfile.mkdtemp(dir="/tmp"))
     base.chmod(0o755)
     run, _ = make_run(base)

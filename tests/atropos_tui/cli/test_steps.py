@@ -1,5 +1,5 @@
-"""The line per optimizer step of a headless run: newest steps, calmly, and none of an earlier
-start."""
+"""The line for each optimizer step of a headless run: newest steps, at a limited rate, none of an
+earlier start."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`doctor --nodes`: what each node says, and what is said where one does not fit, with real
-programs at the far end."""
+"""`doctor --nodes`: the report of each node, and the errors of one that does not fit, with real
+programs there."""
 
 from __future__ import annotations
 

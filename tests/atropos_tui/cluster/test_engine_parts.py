@@ -1,5 +1,5 @@
-"""A server over several machines: on which, what each part is told, what is refused, and the
-server's own side."""
+"""A server over several machines: its nodes, the flags of each part, refusals, and the server's own
+side."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which cards a run may use inside a job of SLURM's, with a stand-in for NVML: that of a machine,
-or of a cgroup."""
+"""GPUs that a run may use inside a SLURM job: those of a machine or of a cgroup; NVML is a
+stand-in."""
 
 from __future__ import annotations
 

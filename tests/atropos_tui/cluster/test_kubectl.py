@@ -1,5 +1,4 @@
-"""Components in pods, with a program in kubectl's place: it takes what kubectl takes, and runs the
-command here."""
+"""Components in pods: a stand-in for kubectl takes kubectl's options and runs the command here."""
 
 from __future__ import annotations
 

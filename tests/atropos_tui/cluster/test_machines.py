@@ -1,5 +1,4 @@
-"""Several machines: who sits where, what is dialled, what brings a component there, and what of
-that is refused."""
+"""Several machines: placement, addresses, launchers, and the refusals of each."""
 
 from __future__ import annotations
 

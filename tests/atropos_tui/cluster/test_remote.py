@@ -1,5 +1,4 @@
-"""`user@host[:RUN]`: a command carried out where the run is, over a private sshd; and what is said
-where that fails."""
+"""`user@host[:RUN]`: a command runs on the run's machine over a private sshd; and its errors."""
 
 from __future__ import annotations
 

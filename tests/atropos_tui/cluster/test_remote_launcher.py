@@ -1,5 +1,5 @@
-"""Components on other nodes: what goes over the line, what is said when it breaks, and that nothing
-is left there.
+"""Components on other nodes: the protocol, errors of a broken connection, and that nothing is left
+there.
 
 The prefix leads nowhere here (`conftest.PLAIN`), or where `--launcher-prefix` says.
 """

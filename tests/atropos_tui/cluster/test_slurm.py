@@ -1,5 +1,5 @@
-"""SLURM without a cluster: the batch script of a profile, and when a run is told that its time is
-almost up."""
+"""SLURM without a cluster: the batch script of a profile, and the notice before a job's time
+limit."""
 
 from __future__ import annotations
 
@@ -225,8 +225,8 @@ def test_a_run_in_the_queue_waits_and_has_not_crashed(
 def test_a_job_of_another_name_is_not_taken_out_of_the_queue(
     handed_in: RunEntry, called: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number in a recording, or of a cluster that was set up anew, is that of another job of
-    this user."""
+    """A recording, or a cluster that was set up again, may hold the number of another job of this
+    user."""
     name = called or handed_in.run_id
     squeue(
         tmp_path,
@@ -321,7 +321,8 @@ def test_a_run_that_was_stopped_is_not_live_where_slurm_does_not_answer(
 
 
 def test_options_about_gpus_are_for_nodes_that_have_some(tmp_path: Path) -> None:
-    """What docs/slurm.md recommends made SLURM refuse any job whose first node has no GPU."""
+    """The options that docs/slurm.md recommends made SLURM refuse every job whose first node has no
+    GPU."""
     nodes = (
         '[[node]]\nname = "head"\nsbatch = ["--cpus-per-task=4"]\n[[node]]\nname = '
         '"train"\ncount = 2\ngpus = 2\n'

@@ -1,5 +1,5 @@
-"""`[[alert]]`: when each condition speaks, what a profile may ask for, and whom a live run
-tells."""
+"""`[[alert]]`: when each condition holds, what a profile may contain, and the notifications of a
+live run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def record(step: int, **fields: Any) -> StepRecord:
 
 
 def told(alert: AlertSpec, values: Sequence[float | None]) -> list[tuple[int, str, str]]:
-    """Step, title and evidence of what is said while `values` come, one a step."""
+    """Return step, title and evidence of each alert while `values` arrive, one for each step."""
     watch = MetricWatch(0.0, alert_rules([alert]))
     found = []
     for step, value in enumerate(values, 1):

@@ -1,5 +1,4 @@
-"""Every troubleshooting entry and health number of the guides has a rule, every rule a test and an
-entry in docs."""
+"""Every item of the guides has a rule, and every rule a test and an entry in the docs."""
 
 from __future__ import annotations
 

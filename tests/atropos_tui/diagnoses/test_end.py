@@ -1,4 +1,5 @@
-"""Every rule: opened by its evidence, over by the opposite, in `ps`, `why` and the report alike."""
+"""Every rule opens by its evidence and ends by the opposite, in `ps`, `why` and the report
+alike."""
 
 from __future__ import annotations
 

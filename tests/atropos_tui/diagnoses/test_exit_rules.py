@@ -1,4 +1,4 @@
-"""What explains an end: each exit rule against the lines that the real program prints."""
+"""Exit rules against the lines that the real programs print."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Rules about what environments make: by the numbers of a scene, and measured from what the watcher
-is fed with."""
+"""Rules about groups that environments make: from given numbers, and from the watcher's input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log rules against what the real programs print: live in the scanner, and at an exit.
+"""Log rules against the lines of the real programs: live in the scanner, and at an exit.
 
 `logs/*.log` is captured output of atroposlib 0.4.0 and its example_trainer, vLLM 0.32, torch 2.13
 (on a GPU: 2.11), transformers, datasets, wandb and our own programs, with paths shortened.
@@ -276,7 +276,7 @@ def scanner(role: Role, **fields: object) -> LogScanner:
 
 
 def scan(role: Role, text: bytes) -> list[Diagnosis]:
-    """All that is said live about `text`, those included that need patience."""
+    """Return all live diagnoses of `text`, with those that need patience."""
     looks = scanner(role)
     looks.feed(text)
     said = looks.scan(looks.take(), 0.0)

@@ -1,5 +1,5 @@
-"""Number rules against the records of a real run (`logs/clean`, 60 steps of the demo), and with one
-thing wrong."""
+"""Metric rules against the records of a real run (`logs/clean`, 60 steps of the demo), and with one
+wrong value."""
 
 from __future__ import annotations
 

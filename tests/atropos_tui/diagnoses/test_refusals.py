@@ -1,4 +1,4 @@
-"""What an engine refuses is told of the environments that ask for it: on lines, and through a real
+"""Requests that an engine refuses become diagnoses of their environments: from lines, and in a real
 supervisor."""
 
 from __future__ import annotations
@@ -216,7 +216,8 @@ async def main():
         log.ended += 1
 configure_logging()
 asyncio.run(main())"""
-"""The real server's lines for so many of ten requests; up to twenty requests a second."""
+"""Program with the real server's log: it refuses argv[1] of ten requests, at twenty requests a
+second."""
 
 Launch = Callable[..., Any]
 
@@ -234,7 +235,8 @@ def diagnoses(run: Running) -> list[DiagnosisRecord]:
 async def test_it_is_told_within_fifteen_seconds(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the supervisor's own pace. A stall is told soon here, so that it would be told instead."""
+    """At the supervisor's own pace. The stall rule is made quick here: it would otherwise come
+    later."""
     assert watcher.LOOK_S == 1.0 and server.FIRST_GAP_S == 5.0
     monkeypatch.setattr(stall_rules, "STALL_S", 9.0)
     async with launch(*stack_of(10)) as run:

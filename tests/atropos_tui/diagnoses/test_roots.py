@@ -1,5 +1,4 @@
-"""The line that tells why a program failed, among those that only say that it did: on captured and
-made-up logs."""
+"""The line that tells why a program failed, in captured and made-up logs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A start that fails twice in the same words is not tried again; one that may go better next time
-is. Real children."""
+"""A start that fails twice in the same words is not repeated; one that may succeed later is. Real
+children."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules about time that passes, on scenes and against a real run-api."""
+"""Rules about waiting, on made-up states and against a real run-api."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ class Seen:
 def test_a_stall_is_seen_although_the_clock_was_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By an hour, a minute after the last step: not an hour later."""
+    """The clock is set back by an hour, a minute after the last step: the stall is seen at once."""
     told: list[str] = []
     monkeypatch.setattr(
         Seen, "diagnose", lambda _, found, attempt: told.append(found.title), raising=False

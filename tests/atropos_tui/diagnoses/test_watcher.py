@@ -1,4 +1,4 @@
-"""Diagnoses while the run goes: real children that print and record, under a real supervisor."""
+"""Diagnoses during a run: real children that print and record, under a real supervisor."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ async def test_evaluations_are_judged(launch: Launch, tmp_path: Path) -> None:
 async def test_the_last_environment_has_ended(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is told at once, and once: the stall that follows has this cause."""
+    """The diagnosis comes at once, and once: the stall that follows has this cause."""
     monkeypatch.setattr(stall_rules, "STALL_S", 0.2)
     env = part("env", python("print('done')"), role=Role.ENV)
     async with launch(env, part("train", python(SLEEP), role=Role.TRAINER)) as running:
@@ -185,7 +185,7 @@ CAME = "INFO atroposlib.envs.base: Initialized env with id 0"
 async def test_lines_that_are_counted_name_the_cause(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a program that nobody hosts."""
+    """The program has no host of ours."""
     env = part("env", python(SAY, 600, *["\n".join([DROPPED] * 4)] * 2), role=Role.ENV)
     async with launch(env, part("train", role=Role.TRAINER)) as running:
         await wait_until(lambda: bool(diagnoses(running)))

@@ -1,4 +1,4 @@
-"""The BENCHMARK SUMMARY: the trainer's own record, or computed from what stands; ratios side by
+"""The BENCHMARK SUMMARY: the trainer's own record or computed from its steps; ratios side by
 side."""
 
 from __future__ import annotations

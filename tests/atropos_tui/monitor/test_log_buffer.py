@@ -1,4 +1,4 @@
-"""Log lines in memory: bound, filter, wrap, search, and what a screen reads of files."""
+"""Log lines in memory: bound, filter, wrap, search, and the lines read from files."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a screen reads of logs: near their end, jumping ahead of a flood, over rotations, cuts and
-clocks."""
+"""The screen's log reader: begins near the end, skips ahead in a flood, survives rotation, cuts and
+clock changes."""
 
 from __future__ import annotations
 

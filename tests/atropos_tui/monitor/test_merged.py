@@ -1,5 +1,5 @@
-"""Logs of several components as one: order of arrival, filters, and nothing lost or repeated while
-they rotate."""
+"""Logs of several components as one: order of arrival, filters, nothing lost or repeated in
+rotation."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """The wall clock of whoever writes logs; it runs faster than the true one, so entries are not
-    spared."""
+    """The wall clock of a process that writes logs; it runs faster than the true one, so that the
+    log writes index entries."""
     monkeypatch.setattr("atropos_tui.supervisor.processes.logs.RESERVE", 1e9)
     now = [1_790_000_000.0]
     monkeypatch.setattr("atropos_tui.supervisor.processes.logs.time.time", lambda: now[0])
@@ -400,8 +400,8 @@ def test_lines_from_a_clock_that_runs_ahead_are_not_held_for_long(
 
 
 def test_following_a_flood_is_not_held_up_by_it(tmp_path: Path) -> None:
-    """One component floods and rotates; a word of the other comes out all the same, and memory does
-    not grow."""
+    """One component floods and rotates; a line of the other appears in time, and memory does not
+    grow."""
     flood = subprocess.Popen([sys.executable, "-c", FLOODER, str(tmp_path / "api" / "1.log")])
     try:
         time.sleep(0.5)
@@ -432,7 +432,7 @@ while True:
 
 
 def on_a_terminal(run: RunDir, **env: str) -> str:
-    """What `logs` writes to a terminal."""
+    """Return what `logs` writes to a terminal."""
     leader, follower = pty.openpty()
     command = [sys.executable, "-m", "atropos_tui", "logs", "--run-dir", str(run.root)]
     values = (

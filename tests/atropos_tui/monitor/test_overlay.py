@@ -1,4 +1,5 @@
-"""Runs over runs: which belong together, what differs, bands, final values; the page of several."""
+"""Several runs on one chart: which belong together, differences, bands, final values, and their
+page."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Patterns that users type: none is an error while it is typed, none takes for ever, many lines at
-once are as one."""
+"""Patterns that users type: no error while typing, no endless match, many lines at once as one by
+one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How curves are read: smoothing, ranges without outliers, axes, marks."""
+"""Reading of curves: smoothing, ranges without outliers, axes, marks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replay: records, states and log lines come when the recording's clock says so, forth and back."""
+"""Replay: records, states and log lines follow the recording's clock, forward and back."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The report: one page with the run's own values, self-contained, well-formed, whatever the files
-hold."""
+"""The report: one self-contained, well-formed page with the run's own values, for any content of
+its files."""
 
 from __future__ import annotations
 

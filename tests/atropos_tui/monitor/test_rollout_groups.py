@@ -1,4 +1,4 @@
-"""Rollouts by group, searched, compared; the timeline; the runs beside a run."""
+"""Rollouts by group, searched and compared; the timeline; the list of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one sentence about a run: ten planted situations, and what comes before what."""
+"""The one sentence about a run: ten planted situations, and their priority."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`why` as text: what the run waits for comes first, whatever state it is in, live or ended."""
+"""`why` as text: first what the run waits for, in every state, live or ended."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def row(name: str, state: State, *, age: float = 5.0, **fields: Any) -> Componen
 
 
 def state_of(*records: Record) -> RunState:
-    """What a reader knows after these records."""
+    """Return a reader's state after these records."""
     state = RunState()
     for seq, record in enumerate(records):
         state.apply(record.model_copy(update={"seq": seq}))
@@ -284,7 +284,7 @@ def test_a_run_that_ended_well_has_no_open_diagnosis() -> None:
 
 
 def test_after_the_end_every_diagnosis_is_told_with_its_way_out() -> None:
-    """Stopping is a state, too: it made what was said before look old."""
+    """Stopping is a state, too: it made earlier diagnoses look old."""
     said = [
         DiagnosisRecord(
             component="trainer",

@@ -1,4 +1,4 @@
-"""A valid profile, and what must hold when a broken one is refused."""
+"""A valid profile, and the assertions for a broken one that is refused."""
 
 from __future__ import annotations
 

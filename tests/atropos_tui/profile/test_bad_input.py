@@ -1,5 +1,5 @@
-"""Bad input: whatever stands in a profile, `validate`, `plan` and `up` end with 2 and words, and
-leave nothing."""
+"""Bad input by hand: for any profile, `validate`, `plan` and `up` end with exit code 2 and a
+message, and leave nothing."""
 
 from __future__ import annotations
 

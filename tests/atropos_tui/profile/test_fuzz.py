@@ -1,5 +1,4 @@
-"""Bad input made by machine: every value of a valid profile replaced, every key misspelt, and
-noise."""
+"""Bad input by machine: every value of a valid profile replaced, every key misspelt, and noise."""
 
 from __future__ import annotations
 
@@ -99,8 +98,7 @@ def oracle() -> jsonschema.protocols.Validator:
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: ".".join(map(str, path)))
 def test_every_value_replaced_by_every_wrong_one(folder: Path, path: tuple[Any, ...]) -> None:
-    """What the schema refuses is refused; what is accepted, the schema accepts; nothing is ever an
-    internal error."""
+    """Validation and schema agree on every value, and nothing is ever an internal error."""
     data = valid(folder)
     for number, wrong in enumerate(WRONG):
         if not THOROUGH and number % 2 != PATHS.index(path) % 2:
@@ -194,7 +192,7 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 
 
 def without_none(value: Any) -> Any:
-    """TOML has no null."""
+    """TOML has no `None`."""
     if isinstance(value, dict):
         return {key: without_none(inner) for key, inner in value.items() if inner is not None}
     return (

@@ -1,4 +1,4 @@
-"""A port that is held for one program: nobody else gets it, whatever he tries and whenever."""
+"""A port that is held for one program: no other process gets it at any time."""
 
 from __future__ import annotations
 

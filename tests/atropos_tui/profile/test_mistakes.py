@@ -1,5 +1,5 @@
-"""Usual mistakes in a profile or on the command line: the message names the line, the key and the
-fix that works."""
+"""Usual mistakes in a profile or on the command line: the message names the line, the key and a fix
+that works."""
 
 from __future__ import annotations
 

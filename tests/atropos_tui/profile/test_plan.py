@@ -1,4 +1,4 @@
-"""Plans: commands, order, gates, recipes and checks, all without a process."""
+"""Plans: commands, order, gates, recipes and checks, without a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who holds a port: a stranger, a live run of ours, or what a dead run left."""
+"""The owner of a port: a foreign process, a live run of ours, or the rest of a dead run."""
 
 from __future__ import annotations
 

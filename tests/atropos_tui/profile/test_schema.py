@@ -1,4 +1,4 @@
-"""The JSON Schema of profiles: current, strict, described, and of one mind with `validate`."""
+"""The JSON Schema of profiles: current, strict, described, and in agreement with `validate`."""
 
 from __future__ import annotations
 

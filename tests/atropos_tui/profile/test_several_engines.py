@@ -1,5 +1,4 @@
-"""Several engines in one line: what a profile says, and what is planned, checked and divided of
-it."""
+"""Several engines of one section: the profile, and their plan, checks and shares."""
 
 from __future__ import annotations
 

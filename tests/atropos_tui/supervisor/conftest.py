@@ -1,4 +1,4 @@
-"""`launch`: a real stack of small, nasty children under a supervisor in the test's own event
+"""`launch`: a real stack of small, stubborn children under a supervisor in the test's own event
 loop."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def far(spec: ComponentSpec, prefix: list[str]) -> ComponentSpec:
 
 @pytest.fixture
 def prefix(request: pytest.FixtureRequest) -> list[str]:
-    """What brings a component to another node in this test."""
+    """Command prefix that brings a component to another node in this test."""
     return shlex.split(request.config.getoption("--launcher-prefix") or "") or PLAIN
 
 

@@ -1,5 +1,5 @@
-"""Seeded disorder: processes die and commands arrive at random moments, then someone dies for good;
-nothing is left."""
+"""Seeded disorder: deaths and commands at random moments, then a death for good; nothing is
+left."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The control client against sockets that misbehave, and what the supervisor never tells a
-stranger."""
+"""The control client against sockets that misbehave, and requests of another user to the
+supervisor."""
 
 from __future__ import annotations
 

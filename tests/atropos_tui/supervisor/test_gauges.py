@@ -1,4 +1,4 @@
-"""What a supervisor records of machine and components while its stack runs."""
+"""Records of machine and components while a stack runs."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ async def test_no_descriptor_to_measure_with_is_no_fault(
 def test_memory_is_that_of_the_container_where_it_has_a_limit(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the kernel keeps of files is not in use; a group that is not the container's own root
-    has no such files."""
+    """The kernel's cache of files is not in use; a group other than the container's own root has no
+    such files."""
     monkeypatch.setattr(procfs, "CONTAINER", str(tmp_path))
     whole = procfs.MachineMeter().read()["memory_total"]
     (tmp_path / "memory.max").write_text("max\n")

@@ -1,5 +1,4 @@
-"""A run holds the ports of its servers: no other user gets one while they are killed, restarted, or
-still load."""
+"""A run holds its servers' ports: no other user gets one during a kill, a restart, or a load."""
 
 from __future__ import annotations
 

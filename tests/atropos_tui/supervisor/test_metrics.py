@@ -1,4 +1,4 @@
-"""`[metrics] port`: what a real supervisor tells Prometheus, read by the client library's own
+"""`[metrics] port`: a real supervisor's page for Prometheus, read by the client library's own
 parser."""
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ async def scrape(port: int, **headers: str) -> httpx.Response:
 
 
 def values(families: dict[str, Metric], name: str) -> dict[tuple[str, ...], float]:
-    """By the values of the labels, in the order of their names."""
+    """Return the values by those of the labels, in the order of their names."""
     return {
         tuple(value for _, value in sorted(sample.labels.items())): sample.value
         for sample in families[name].samples

@@ -1,5 +1,4 @@
-"""`[notify]` over real sockets: what is posted, and that no server, however bad, holds up the
-run."""
+"""`[notify]` over real sockets: the posted messages, and that no bad server delays the run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Order and gates: who waits for whom, who starts side by side, what a gate that never opens
-does."""
+"""Order and gates: dependencies, parallel starts, and a gate that never opens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Crashes and restarts: policy, backoff, partners, what a restart by hand counts as, liveness."""
+"""Crashes and restarts: policy, backoff, partners, restarts by hand, liveness."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Stages of the present attempt, as records or as lines of a log: published, shown live and from
-the files."""
+"""Stages of the present attempt, from records or log lines: published, shown live and from the
+files."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""SLURM's signal before a job's time limit, and an end that somebody asked for: only the limit
-queues the job again."""
+"""SLURM's signal before a job's time limit, and a requested end: only the limit queues the job
+again."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class Screen:
         return "\n".join(strip.text[:width] for strip in lines)
 
     def row(self, name: str) -> ComponentStatus:
-        """What the table holds for a component."""
+        """Return the table's row of a component."""
         table = self.app.screen_stack[0].query_one(Components)
         found = [row for row in table.statuses if row.name == name]
         if not found:

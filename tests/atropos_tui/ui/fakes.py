@@ -1,4 +1,4 @@
-"""A supervisor in memory, for what a real one cannot be made to do on demand. Implements
+"""A supervisor in memory, for behaviour that a real one does not show on demand. Implements
 `ui.feed.Control`."""
 
 from __future__ import annotations

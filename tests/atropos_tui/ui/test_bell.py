@@ -1,4 +1,4 @@
-"""The attached screen rings for what happens while it is open, when `[notify]` asks for it."""
+"""The attached screen rings for events while it is open, when `[notify]` says so."""
 
 from __future__ import annotations
 

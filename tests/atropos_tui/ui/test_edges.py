@@ -1,5 +1,5 @@
-"""The screen at the edges: a supervisor that is silent, gone or another one; more cards than lines;
-a stall."""
+"""The screen in rare states: a supervisor that is silent, gone or new; more cards than lines; a
+stall."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the loops of the feed post, without a screen."""
+"""Messages of the feed's loops, without a screen."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOW = T0 + 31 + 0.33 * 37 + 0.4
 
 @asynccontextmanager
 async def following(run: RunDir) -> AsyncIterator[list[RecordsArrived]]:
-    """What `follow_files` posts meanwhile."""
+    """Collect what `follow_files` posts."""
     posted: list[RecordsArrived] = []
 
     def post(message: Message) -> None:

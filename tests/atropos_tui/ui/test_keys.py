@@ -1,5 +1,5 @@
-"""Every key that looks or acts, against a real supervisor with small children; the palette, the
-dialogs, the themes."""
+"""Every key of the screen against a real supervisor with small children; the palette, the dialogs,
+the themes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The screen against a real supervisor with small children: what it shows and what its keys do."""
+"""The screen against a real supervisor with small children: its display and its keys."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What the screen says of a run at one frozen moment, with a supervisor in memory and real
-files."""
+"""The screen of a run at one frozen moment, with a supervisor in memory and real files."""
 
 from __future__ import annotations
 
@@ -347,7 +346,7 @@ async def test_number_keys_give_one_subject_the_room(run: RunDir, size: tuple[in
 
 
 def panels(screen: Screen) -> str:
-    """What is shown between the header and the line of views."""
+    """Return the text between the header and the line of views."""
     return screen.text().rpartition("\n 1 ")[0]
 
 
@@ -387,7 +386,7 @@ async def test_the_page_of_an_engine_has_all_engines_side_by_side(run: RunDir) -
 
 
 def on_nodes(status: RunStatus, quiet_s: float = 0.4) -> RunStatus:
-    """`status` as of a stack on three machines; the last has been quiet for so long."""
+    """`status` as of a stack on three machines; the last has been quiet for `quiet_s`."""
     where = {"vllm": "infer", "trainer": "train"}
     rows = [
         row.model_copy(update={"node": where.get(row.name, "head")}) for row in status.components

@@ -1,5 +1,4 @@
-"""The screen when its size changes, and where there is little room: nothing stays empty, nothing
-important is cut."""
+"""The screen when its size changes or is small: nothing stays empty, nothing important is cut."""
 
 from __future__ import annotations
 

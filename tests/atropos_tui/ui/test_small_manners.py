@@ -1,5 +1,4 @@
-"""A refusal appears once, Ctrl-C twice leaves without ending the run, and figures say what they
-are."""
+"""A refusal appears once, Ctrl-C twice leaves without ending the run, and figures have labels."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Five pictures of the screen with frozen clocks: starting, healthy, mismatch, failed, no GPU.
 
-python -m pytest tests/atropos_tui/ui/test_snapshots.py --snapshot-update   # after a change that was meant;
-then look at them
+python -m pytest tests/atropos_tui/ui/test_snapshots.py --snapshot-update
+
+updates them after an intended change; then look at them.
 """
 
 from __future__ import annotations

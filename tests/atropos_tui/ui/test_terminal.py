@@ -1,5 +1,5 @@
-"""`run_cockpit` in a real terminal: its keys, its signals, and the terminal as it was
-afterwards."""
+"""`run_cockpit` in a real terminal: keys, signals, the terminal afterwards; and pictures of the
+screen."""
 
 from __future__ import annotations
 

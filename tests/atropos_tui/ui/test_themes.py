@@ -1,5 +1,4 @@
-"""Every theme that is offered: bars can be read, lines are seen, labels are legible. Computed,
-without pictures."""
+"""Every theme: readable bars, visible lines, legible labels. Computed, without pictures."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def contrast(one: Color, other: Color) -> float:
 
 
 def bars(panel: Header | Benchmark) -> list[tuple[Segment, Segment]]:
-    """What is done and what is left of each bar of a panel, where it has both."""
+    """Return the done and the remaining part of each bar of a panel that has both."""
     lines = Console(width=400, color_system="truecolor").render_lines(panel.render(), pad=False)
     found = []
     for line in lines:

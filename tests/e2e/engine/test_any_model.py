@@ -1,9 +1,8 @@
-"""Models whose tensors lie on the server in ways of their own: single copy finds them by what
-vLLM's loader was seen to do, a broadcast and a load in place by the checkpoint's names, on real
-vLLM.
+"""Models whose tensors real vLLM stores in other ways than the checkpoint. Single copy finds them
+by what vLLM's loader did, a broadcast and a load in place by the checkpoint's names.
 
-python -m pytest -m e2e tests/e2e/engine/test_any_model.py        # experts; -m "e2e and slow" for the
-others
+python -m pytest -m e2e tests/e2e/engine/test_any_model.py    # experts
+python -m pytest -m "e2e and slow" tests/e2e/engine/test_any_model.py    # the others
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ class Plain:
 
 
 def assert_follows(server: Server, sync: WeightSync, model: torch.nn.Module, first: int) -> None:
-    """What the server answers is what the trainer's weights give, at two versions."""
+    """Assert that the server's answers are those of the trainer's weights, at two versions."""
     plain = Plain(server, model)
     for version in (first, first + 1):
         before = answer_of(server)

@@ -1,8 +1,8 @@
-"""Mode `broadcast` on real vLLM, over gloo on the CPU: equality under load, dead peers both ways,
+"""Mode `broadcast` on real vLLM over gloo on the CPU: equality under load, a death on either side,
 several engines.
 
-python -m pytest -m e2e tests/e2e/engine/test_broadcast.py            # one architecture; -m "e2e and slow"
-for the others
+python -m pytest -m e2e tests/e2e/engine/test_broadcast.py    # one architecture
+python -m pytest -m "e2e and slow" tests/e2e/engine/test_broadcast.py    # the others
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Adapters on real vLLM: swapped under load, restarted with, equal to the trainer's own numbers all
-the way.
+"""Adapters on real vLLM: swapped under load, loaded at a restart, equal to the trainer's numbers
+throughout.
 
-python -m pytest -m e2e tests/e2e/engine/test_lora.py            # one architecture; -m "e2e and slow" for
-the others
+python -m pytest -m e2e tests/e2e/engine/test_lora.py    # one architecture
+python -m pytest -m "e2e and slow" tests/e2e/engine/test_lora.py    # the others
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def server(
 
 
 class Trainer:
-    """What the loop does, on made-up rollouts: a strategy, an optimizer, and copies of every
+    """The work of the loop on made-up rollouts: a strategy, an optimizer, and copies of every
     version's adapter."""
 
     def __init__(
@@ -279,7 +279,8 @@ def sharing(tmp_path: Path) -> Iterator[Server]:
 
 
 def own_bytes() -> int:
-    """What tests before have freed is given back first: reused, it would hide what comes."""
+    """Return the memory that earlier tests freed to the system first: reused, it would hide new
+    allocations."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return int(psutil.Process().memory_full_info().uss)

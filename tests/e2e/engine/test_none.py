@@ -1,8 +1,8 @@
-"""Mode `none` on real vLLM: whole models loaded in place under load, refused, broken off, or begun
-with at a restart.
+"""Mode `none` on real vLLM: whole models loaded in place under load, refused, interrupted, or
+loaded at a restart.
 
-python -m pytest -m e2e tests/e2e/engine/test_none.py            # one architecture; -m "e2e and slow" for
-the others
+python -m pytest -m e2e tests/e2e/engine/test_none.py    # one architecture
+python -m pytest -m "e2e and slow" tests/e2e/engine/test_none.py    # the others
 """
 
 from __future__ import annotations

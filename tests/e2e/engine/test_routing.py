@@ -1,5 +1,5 @@
-"""Routing recorded by real vLLM and replayed in the trainer: it is what routers chose, and a run
-finds all of it.
+"""Routing recorded by real vLLM and replayed in the trainer: it is the routers' choice, and
+complete.
 
 python -m pytest -m e2e tests/e2e/engine/test_routing.py
 """

@@ -1,5 +1,4 @@
-"""A model of which vLLM serves a part: its Qwen3 has no place for biases on the output projections,
-and says nothing.
+"""A model that vLLM serves in part: its Qwen3 silently drops biases of the output projections.
 
 python -m pytest -m e2e tests/e2e/engine/test_served_in_part.py
 """

@@ -1,9 +1,9 @@
 """Single copy on real vLLM under 16 streams: exact before and after training, for every
-architecture; what a publish does to completions in flight; sampling that would leak; and planted
-faults, each named by the gate.
+architecture. Then completions during a publish, sampling that would leak, and planted faults, each
+named by the gate.
 
-pytest -m e2e tests/e2e/engine/test_single_copy.py        # one server; with `-m "e2e and slow"` the other
-architectures
+python -m pytest -m e2e tests/e2e/engine/test_single_copy.py    # one server
+python -m pytest -m "e2e and slow" tests/e2e/engine/test_single_copy.py    # the other architectures
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ AT_ONCE = 96
 async def _across(
     server: Server, engine: ServerClient, in_flight: InFlight
 ) -> dict[str, Any] | None:
-    """Publish 21 while completions run; their answer, or null when they had ended before generation
-    was paused."""
+    """Publish 21 while completions run; return their answer, or None when they had ended before
+    generation was paused."""
     async with httpx.AsyncClient(timeout=60) as http:
         body = {"prompt": PROMPTS[0][:6], "n": AT_ONCE, "max_tokens": 240, "ignore_eos": True}
         running = asyncio.create_task(http.post(server.url + "/generate", json=body))
@@ -329,8 +329,8 @@ def test_filtered_sampling_is_named(server: Server, tmp_path: Path) -> None:
 
 
 def _dies_in_publish(server: Server, version: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server and its engine are killed when the update of `version` is written, before they are
-    told."""
+    """The server and its engine are killed when the update of `version` is written, before they
+    hear of it."""
     publish, family = shared_vllm.SingleCopy.publish, psutil.Process(server.process.pid)
 
     def killing(self: Any, now: int, write: Any) -> Any:

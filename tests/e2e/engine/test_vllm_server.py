@@ -1,4 +1,4 @@
-"""The inference server with real vLLM on the CPU: contract, single copy, weight versions, door, and
+"""The inference server with real vLLM on the CPU: contract, single copy, weight versions, auth, and
 its end.
 
 pytest -m e2e tests/e2e/engine/test_vllm_server.py        # three servers, one after the other
@@ -151,8 +151,8 @@ def test_a_bare_request_returns_logprobs_and_the_text(server: Server) -> None:
 def test_logprobs_that_nobody_asked_for_are_known_afterwards(
     server: Server, reference: Any
 ) -> None:
-    """What vLLM's own routes answered without: asked for later, they are those of the same tokens,
-    by transformers."""
+    """vLLM's own routes answered without logprobs: requested later, they are those of the same
+    tokens, by transformers."""
     asker = ServerClient(server.url, TOKEN)
     request = {
         "model": str(server.model),
@@ -477,9 +477,8 @@ def test_its_port_is_nobody_else_s_before_and_after_it(tmp_path: Path, model: Pa
 
 
 def test_sigterm_ends_it_cleanly_and_leaves_nothing(tmp_path: Path, model: Path) -> None:
-    """What was refused, by us or by vLLM on any generating route, is in the log: each reason at
-    once, the rest when the server ends. vLLM itself leaves its sockets and the file of its
-    group."""
+    """The log has each reason of a refused request at once, whether we or vLLM refused it, and the
+    rest when the server ends. vLLM itself leaves its sockets and the file of its group."""
     temporary = Path(tempfile.mkdtemp(prefix="s-"))
     server = start_server(
         tmp_path, model, ATROPOS_TOKEN=TOKEN, ATROPOS_SAMPLING="refuse", TMPDIR=str(temporary)
@@ -569,9 +568,9 @@ def test_sampling_as_asked_has_the_logprobs_of_the_whole_distribution(
     ("several", "children"), [("0", 1), pytest.param("1", 2, marks=pytest.mark.slow)]
 )
 def test_hold_then_sigkill(tmp_path: Path, model: Path, several: str, children: int) -> None:
-    """A restarted server answers no rollout before it is told its version; killed hard, it takes
-    its children along: its engine, and where vLLM starts them apart, the engine's worker and a
-    resource tracker."""
+    """A restarted server answers no rollout before it knows its version. Killed hard, it takes its
+    children along: its engine, and where vLLM starts them apart, the engine's worker and a resource
+    tracker."""
     server = start_server(
         tmp_path,
         model,

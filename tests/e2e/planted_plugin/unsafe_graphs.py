@@ -1,5 +1,4 @@
-"""A plug-in of vLLM's own kind whose Qwen3 computes its last norm from a copy, unless it runs
-eager."""
+"""A vLLM plug-in whose Qwen3 computes its last norm from a copy, unless it runs eager."""
 
 from __future__ import annotations
 

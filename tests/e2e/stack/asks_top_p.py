@@ -1,4 +1,4 @@
-"""The demo's environment with one mistake: its rollouts ask for top_p=0.9."""
+"""The demo's environment with one mistake: its rollouts request top_p=0.9."""
 
 from __future__ import annotations
 

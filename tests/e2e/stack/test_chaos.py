@@ -1,4 +1,4 @@
-"""A short round of `benchmarks/chaos.py`: under seeded faults the real stack goes on, tells the
+"""A short round of `benchmarks/chaos.py`: under seeded faults the real stack goes on, shows the
 truth, loses no line and leaves nothing."""
 
 from __future__ import annotations

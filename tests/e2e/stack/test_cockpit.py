@@ -1,9 +1,10 @@
-"""The real stack, watched and driven from the screen: a restart by a key, a crash, and a stop.
+"""The real stack watched and driven from the screen: a restart by a key, a crash, and a stop.
 
 python -m pytest -m "e2e and slow" tests/e2e/stack/test_cockpit.py
 
-CI drives a real supervisor over small children by the same keys (`tests/atropos_tui/ui/test_real_supervisor.py`),
-and watches the demo on a terminal while its server is killed (`test_demo.py`).
+CI drives a real supervisor over small children by the same keys
+(`tests/atropos_tui/ui/test_real_supervisor.py`), and watches the demo on a terminal while its
+server is killed (`test_demo.py`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""`compare` with the real programs: two demos beside one another, their ports moved apart, one
-table.
+"""`compare` with the real programs: two demos side by side on different ports, one table.
 
 python -m pytest -m "e2e and slow" tests/e2e/stack/test_compare.py
 """

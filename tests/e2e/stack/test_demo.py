@@ -1,5 +1,5 @@
-"""The demo profile, for real: it learns, the sides agree, the gates hold, the screen follows, and
-nothing is left.
+"""The real demo: it learns, both sides agree, the gates hold, the screen follows, and nothing is
+left.
 
 python -m pytest -m e2e tests/e2e/stack/test_demo.py
 """
@@ -22,8 +22,8 @@ STEPS = 60
 
 
 def assert_learned(stack: LiveStack, rise: float = 0.3) -> None:
-    """Sampled reward and greedy held-out accuracy both rose by so much; over the whole demo, to
-    what it promises."""
+    """Assert that sampled reward and greedy held-out accuracy both rose by `rise`; over the whole
+    demo, to what it promises."""
     rewards = [step.reward_mean for step in stack.steps()]
     first, last = mean(rewards[:5]), mean(rewards[-5:])
     # benchmarks/demo.py holds several seeds to 0.88; one run of 5 x 128 samples has a standard

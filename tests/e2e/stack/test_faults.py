@@ -1,5 +1,5 @@
-"""Things that go wrong while the real stack runs: restarts by hand, kills of every component,
-mistakes in a profile."""
+"""Faults while the real stack runs: restarts by hand, kills of every component, mistakes in a
+profile."""
 
 from __future__ import annotations
 

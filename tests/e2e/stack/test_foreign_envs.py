@@ -1,4 +1,4 @@
-"""Environments that know nothing of this stack, unmodified, through `atropos-tui up`."""
+"""Unmodified environments that do not know this stack, through `atropos-tui up`."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ name = "flat"
 script = "{folder}/slow.py"
 """
 PATIENCE_S = 15.0
-"""Of rollouts, which begin when the trainer has named its weights."""
+"""Timeout of rollouts, which begin when the trainer has named its weights."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Every objective learns for real: the demo profile with each, and with the proximal ratio base.
+"""Every objective learns in the real demo, also with the proximal ratio base.
 
 python -m pytest -m "e2e and slow" tests/e2e/stack/test_objectives.py
 """

@@ -1,5 +1,5 @@
-"""A run of two real ranks over real vLLM, one of which is killed: it is named at once, the run ends
-with it, and the next attempt goes on after the last checkpoint."""
+"""Two real ranks over real vLLM, one of which is killed: the run names it and ends with it, and the
+next attempt continues from the last checkpoint."""
 
 from __future__ import annotations
 

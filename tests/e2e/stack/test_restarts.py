@@ -1,6 +1,6 @@
-"""Restarts and kills of the engine under load, with the real stack: the trainer stays and no step
-is lost, in every mode but single copy, where the trainer goes along and no step is lost either.
-`benchmarks/restarts.py` does it more often, and counts the seconds."""
+"""Restarts and kills of the engine under load, with the real stack: no step is lost in any mode.
+The trainer stays, but for single copy, where it restarts with the engine. `benchmarks/restarts.py`
+does it more often, and measures the seconds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Two real engines of one line, `vllm.replicas = 2`: each is asked as often as the other, and gets
-every version."""
+"""Two real engines by `vllm.replicas = 2`: each gets half of the requests, and every version."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`sweep` with the real programs: two demos that differ in their learning rate, in two places, one
-table.
+"""`sweep` with the real programs: two demos with different learning rates at a time, one table.
 
 python -m pytest -m "e2e and slow" tests/e2e/stack/test_sweep.py
 """

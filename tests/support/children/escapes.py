@@ -1,5 +1,4 @@
-"""Double-forks into a session of its own that ignores TERM; with "clean" the daemon also drops its
-environment.
+"""Double-fork into a session that ignores TERM; with "clean" the daemon also drops its environment.
 
 argv: pid file, how long the parent stays (seconds), "clean" or "marked".
 """

@@ -1,4 +1,4 @@
-"""Prints argv[1] numbered lines as fast as it can, then sleeps if argv[2] is "stay"."""
+"""Print argv[1] numbered lines as fast as possible, then sleep if argv[2] is "stay"."""
 
 import sys
 import time

@@ -1,5 +1,5 @@
-"""Leaves children behind and exits with argv[2]: one in its group, one holding the pipe. Writes
-pids to argv[1]."""
+"""Leave two children behind, one in its group and one that holds the pipe, write their pids to
+argv[1] and exit with argv[2]."""
 
 import os
 import sys

@@ -1,5 +1,5 @@
-"""An engine in small: serves HTTP 200 on port argv[1], bound as every server of ours binds, after
-argv[2] seconds."""
+"""A small engine: serve HTTP 200 on port argv[1], bound as our servers bind, after argv[2]
+seconds."""
 
 import http.server
 import os

@@ -1,4 +1,4 @@
-"""A grandchild that, once file argv[2] exists, leaves session, environment and parent. Writes three
+"""A grandchild that leaves session, environment and parent once file argv[2] exists. Writes three
 pids to argv[1]."""
 
 import os

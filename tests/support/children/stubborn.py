@@ -1,4 +1,4 @@
-"""Ignores TERM, INT and HUP; so does its child in the same group. Writes both pids to argv[1]."""
+"""Ignore TERM, INT and HUP, as does its child in the same group. Writes both pids to argv[1]."""
 
 import os
 import signal

@@ -1,5 +1,4 @@
-"""Checkpoints outlive a crash at any moment, tell when they were damaged, and wait for room on a
-full disk."""
+"""Checkpoints survive a crash at any moment, detect damage, and wait for room on a full disk."""
 
 from __future__ import annotations
 
@@ -135,7 +134,7 @@ def test_killed_at_any_moment_the_last_good_one_stays(
     moments, fork = random.Random(0), multiprocessing.get_context("fork")
     reached = 1
     for number in range(kills):
-        again = number % 2 == 1  # the present one is written anew
+        again = number % 2 == 1  # the present one is written again
         begun = fork.Event()
         process = fork.Process(
             target=_save_for_ever, args=(model, settings, reached if again else reached + 1, begun)

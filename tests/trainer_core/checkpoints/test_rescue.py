@@ -1,5 +1,5 @@
-"""The server dies in single copy: what the trainer saves, and that the next attempt goes on as if
-nothing had been."""
+"""The server dies in single copy: the trainer saves the step, and the next attempt continues
+exactly."""
 
 from __future__ import annotations
 

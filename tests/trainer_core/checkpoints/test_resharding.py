@@ -1,5 +1,5 @@
-"""Trainer state in a file for each rank that wrote it, cut for as many as go on: moments, 8-bit
-scales, few rows."""
+"""Trainer state of several ranks, cut for another number of ranks: moments, 8-bit scales, few
+rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def rows_of(shape: tuple[int, ...], rank: int, ranks: int) -> Rows:
 
 
 def state_of(rows: Rows, moments: torch.Tensor, block: int) -> dict[str, torch.Tensor]:
-    """What a rank writes of `moments`: its rows, the scales of their blocks, and a counter."""
+    """State that a rank writes of `moments`: its rows, the scales of their blocks, and a
+    counter."""
     mine = moments[rows.first : rows.first + rows.count]
     scales = (
         torch.stack([part.abs().amax() for part in mine.flatten().split(block)])

@@ -1,5 +1,4 @@
-"""A resumed run continues from more than weights and optimizer, and names the settings that
-differ."""
+"""A resumed run restores more than weights and optimizer, and names the settings that differ."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The trainer's edges: run-api that goes and comes back, a telemetry file that is torn or cannot be
-written."""
+"""A run-api that goes and comes back, and a telemetry file that is torn or not writable."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How a run ends that trained nothing, or nothing in its last steps: with a reason, exit code 3 and
-no final model."""
+"""A run that trained nothing, or nothing in its last steps, ends with a reason, exit code 3 and no
+final model."""
 
 from __future__ import annotations
 

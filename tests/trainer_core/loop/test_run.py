@@ -1,5 +1,5 @@
-"""Whole runs: single copy on a shared file, atroposlib's run-api, an inference server that decodes
-from the file."""
+"""Whole runs: single copy on a shared file, atroposlib's run-api, a server that decodes from the
+file."""
 
 from __future__ import annotations
 
@@ -476,8 +476,8 @@ def test_a_broken_batch_skips_the_update(
 def test_a_run_that_learns_nothing_any_more_ends(
     engine: Engine, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three broken batches do, not two; the steps are told all the same, and no checkpoint comes of
-    them."""
+    """Three broken batches end the run, two do not. Their steps are recorded, and give no
+    checkpoint."""
     monkeypatch.setattr("trainer_core.ending.MOST_SKIPPED", 3)
     good = [group(engine, [3, 12, 4, 13], 4, 3) for _ in range(4)]
     bad = json.loads(json.dumps(good))

@@ -1,5 +1,5 @@
-"""Whole runs with other than default settings: every objective learns, early ends, exact resume of
-every optimizer."""
+"""Whole runs with other settings: every objective learns, early ends, exact resume of every
+optimizer."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ grpo."""
 def test_every_objective_learns(
     demo_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
-    """With all layers of the demo's model, since fewer learn less in so many steps."""
+    """With all layers of the demo's model, since fewer learn less in this number of steps."""
     monkeypatch.setenv("ATROPOS_TOKEN", TOKEN)
     torch.manual_seed(0)
     engine = Engine(tmp_path, plain_model(demo_base))

@@ -1,4 +1,4 @@
-"""When runs end early, what is too old, and trackers that may fail."""
+"""Early ends, rollouts that are too old, and trackers that fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loss functions of one's own, right and wrong."""
+"""Custom loss functions, right and wrong."""
 
 from __future__ import annotations
 

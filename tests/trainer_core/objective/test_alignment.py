@@ -1,5 +1,4 @@
-"""The gate: verdict and cause from sums of logprobs, and from a real model where a cause must be
-found by trying."""
+"""The alignment gate: verdict and cause from sums of logprobs, and from a real model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A loss function of one's own: the same numbers as the objective that it copies, and every mistake
-in words."""
+"""A custom loss: the same numbers as the objective that it copies, and a message for every
+mistake."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def batches(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_copy_of_grpo_trains_as_grpo(
     base: Path, batches: Path, tmp_path: Path, fields: dict[str, Any]
 ) -> None:
-    """By its name and as a function; weights, masks, KL and denominators stay the trainer's."""
+    """The loss is given by its name and as a function; weights, masks, KL and denominators stay the
+    trainer's."""
     config = offline_config(base, tmp_path, training_steps=2, **fields)
     named = TrainingConfig.model_validate(
         config.model_dump(exclude_unset=True) | {"loss": f"{my_losses.__name__}:clipped"}

@@ -1,5 +1,5 @@
-"""Every objective: its clip truth table, REINFORCE at ratio 1, float64 gradients, no split changes
-anything."""
+"""Every objective: clip truth table, REINFORCE at ratio 1, float64 gradients, the same for any
+split."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""KL to a frozen reference and to a teacher: float64 formulas, packing, adapters, and what they are
-where they end."""
+"""KL to a frozen reference and to a teacher: float64 formulas, packing, adapters, ends of
+sequences."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""float16: gradients that would be too small for it, steps that would be too large, and what
-becomes of the scale."""
+"""float16: gradients that underflow, steps that overflow, and the loss scale."""
 
 from __future__ import annotations
 

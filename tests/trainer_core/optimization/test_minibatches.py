@@ -27,7 +27,7 @@ LR, CLIP, CAP = 3e-3, 0.05, 1.5
 
 
 def _batches(**extra: Any) -> list[list[dict[str, Any]]]:
-    """Of three groups; in one of them all scores are equal, and it teaches nothing."""
+    """Batches of three groups; in one of them all scores are equal, and it teaches nothing."""
     flat = {"scores": [1.0] * 4, **extra}
     return [
         [group_of(3 * i, **extra), group_of(3 * i + 1, **flat), group_of(3 * i + 2, **extra)]

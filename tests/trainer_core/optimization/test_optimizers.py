@@ -1,5 +1,4 @@
-"""Optimizers: half-precision weights travel as far as float32 ones, schedules, and state that
-survives a checkpoint."""
+"""Optimizers: half-precision weights move as far as float32 ones, schedules, saved state."""
 
 from __future__ import annotations
 

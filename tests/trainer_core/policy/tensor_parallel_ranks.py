@@ -1,5 +1,5 @@
-"""What a rank of `test_tensor_parallel.py` runs: a policy over the parts of a server that
-is made up here, its parameters laid out as vLLM lays them out, against the same policy whole."""
+"""Ranks of `test_tensor_parallel.py`: a policy over the parts of a made-up server, laid out as vLLM
+does, against the same policy whole."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def whole_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) ->
 
 
 def served(model: torch.nn.Module, rank: int, size: int) -> tuple[dict[str, torch.Tensor], Shard]:
-    """What worker `rank` of vLLM's has in memory of `model`, and what it says of that."""
+    """Return the tensors that vLLM's worker `rank` holds of `model`, and its manifest of them."""
     config, tensors, views = model.config, {}, {}
     fused: dict[str, list[torch.Tensor]] = {}
     for name, parameter in model.named_parameters():
@@ -215,8 +215,8 @@ def compare(name: str) -> dict[str, float]:
 
 
 def _scores(pair: tuple[torch.nn.Module, torch.nn.Module]) -> dict[str, float]:
-    """Of several labels at each position, as a teacher's, and the gradient of what knows the
-    vocabulary."""
+    """Logprobs of several labels at each position, as a teacher's, and the gradient of what knows
+    the vocabulary."""
     row = whole_row([torch.arange(3, 40), torch.arange(30, 75)])
     labels = torch.stack([row.labels, (row.labels + 40) % 80, row.labels], dim=1)
     scores = [row_scores(each, row, labels=labels) for each in pair]
@@ -310,8 +310,8 @@ def _copies() -> dict[str, Any]:
 
 
 def _compiled() -> dict[str, Any]:
-    """What torch makes of the layers, and whether it computes the same: a graph for each would end
-    after the eighth."""
+    """Compare the layers that torch compiles with those it does not. A graph for each layer would
+    end after the eighth."""
     whole = whole_model(CONFIGS["norms of heads"])
     whole.set_attn_implementation(register())
     model, _ = cut_model(whole)

@@ -1,5 +1,5 @@
-"""What a pass takes at its peak beside what is planned: bytes that torch's allocator counts, on a
-CPU, of a small model whose layers are computed anew."""
+"""Peak memory of a pass against the plan: bytes that torch's allocator counts on a CPU, for a small
+model with recomputed layers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ COMPILER = [
     pytest.mark.slow,
     pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler"),
 ]
-"""What only a compiler with kernels of its own keeps; the first compilation of a machine takes a
-minute or more."""
+"""Cases that only a compiler with kernels of its own saves; the first compilation of a machine
+takes a minute or more."""
 SHAPES: dict[str, Any] = {
     "llama": LlamaConfig(
         hidden_size=256, intermediate_size=896, num_attention_heads=8, num_key_value_heads=2

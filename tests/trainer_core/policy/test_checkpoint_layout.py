@@ -1,5 +1,5 @@
-"""The checkpoint's tensors as views of a transformers model, and a model on a server that keeps
-experts in an order of its own."""
+"""The checkpoint's tensors as views of a transformers model, and a server that keeps experts in
+another order."""
 
 from __future__ import annotations
 

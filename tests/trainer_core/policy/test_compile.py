@@ -1,4 +1,4 @@
-"""Layers as torch.compile takes them: those with experts whole, in half precision as on a GPU."""
+"""Layers under torch.compile: those with experts as one graph, in half precision as on a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DIFFERENTIATED = aot_autograd(fw_compiler=lambda graph, _: graph.forward)
     ids=["Qwen3-MoE", "Mixtral"],
 )
 def test_a_layer_with_experts_is_one_graph_for_all_lengths(name: str, backend: Any) -> None:
-    """Which tokens an expert gets depends on them; that they are so many in all does not."""
+    """An expert's tokens depend on them; their number in all does not."""
     torch.compiler.reset()
     counters.clear()
     model = build(name, dtype=torch.bfloat16)
@@ -56,8 +56,8 @@ def test_a_layer_with_experts_is_one_graph_for_all_lengths(name: str, backend: A
 
 
 def _equal(found: list[list[torch.Tensor]], model: torch.nn.Module) -> None:
-    """Of two lengths without compiling, then of the same with it: an output and the gradient of
-    each parameter."""
+    """Compare two lengths without compiling with the same two compiled: an output and the gradient
+    of each parameter."""
     for plain, again in zip(found[:2], found[2:], strict=True):
         assert len(plain) == len(again) == 1 + len(list(model.parameters()))
         assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))

@@ -1,5 +1,5 @@
-"""FlashAttention 4's way through the trainer, with kernels that are computed on the CPU; the real
-ones are proved on a GPU, by tests/gpu/test_kernels.py."""
+"""FlashAttention 4 in the trainer with kernels computed on the CPU; tests/gpu/test_kernels.py has
+the real ones."""
 
 from __future__ import annotations
 

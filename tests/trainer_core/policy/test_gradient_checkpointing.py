@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def base(demo_base: Path) -> Path:
-    """Some of its layers are computed anew, and some are not."""
+    """The demo's model: some of its layers are recomputed, and some are not."""
     return demo_base
 
 

@@ -1,4 +1,4 @@
-"""The policy: packed rows equal one-by-one forwards, gradients do not depend on the split, float64
+"""The policy: packed rows equal single forwards, gradients do not depend on the split, float64
 agrees."""
 
 from __future__ import annotations
@@ -199,8 +199,8 @@ def test_chunks_of_the_head_agree_in_value_and_gradient(monkeypatch: pytest.Monk
 
 
 def test_a_float32_head_does_not_round_logits() -> None:
-    """Of half-precision states and weights it is what float64 says; rounded logits are off by
-    hundreds of that."""
+    """With half-precision states and weights the head gives the float64 result; rounded logits are
+    off by hundreds of its error."""
     torch.manual_seed(0)
     hidden, weight = (torch.randn(n, 64).bfloat16().requires_grad_() for n in (37, 11))
     labels, ones = torch.randint(11, (37,)), torch.ones(37)
@@ -378,7 +378,7 @@ def _with_flat_ones(flat: int) -> list[Rollout]:
 def test_rows_without_advantage_need_no_backward_pass(
     base: Path, monkeypatch: pytest.MonkeyPatch, objective: str, fields: dict[str, str]
 ) -> None:
-    """Loss, gradient and all that is told are the same to the last bit; only the others are
+    """Loss, gradient and all metrics are the same to the last bit; only the other rows are
     differentiated."""
     rows = pack(_with_flat_ones(7), 40)
     flat = [row for row in rows if not row.advantages.any()]

@@ -1,5 +1,4 @@
-"""Adapters in the trainer: they change nothing at first, learn, are saved as peft reads them, and
-resume exactly."""
+"""Adapters in the trainer: no change at first, learning, files as peft reads them, exact resume."""
 
 from __future__ import annotations
 
@@ -422,8 +421,8 @@ def test_what_an_adapter_cannot_be_is_said(
 def test_the_merged_export_is_a_model_by_itself(
     base: Path, tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In float32 exact, in bfloat16 each weight rounded once, which is said. The adapter lies
-    beside it."""
+    """Exact in float32. In bfloat16 each weight is rounded once, and the report says so. The
+    adapter lies beside it."""
     settings = config(
         base,
         save_path=str(tmp_path),

@@ -1,4 +1,4 @@
-"""Rows side by side on the cores of a CPU: the same loss and gradient, whatever runs when."""
+"""Rows in parallel on the cores of a CPU: the same loss and gradient in any order."""
 
 from __future__ import annotations
 

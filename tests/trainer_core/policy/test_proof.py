@@ -1,5 +1,5 @@
-"""Which models train: every architecture of the zoo is proved, logprobs and gradients; each known
-wrong is caught."""
+"""Proof of a model before training: every architecture of the zoo passes, each known error is
+caught."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_the_last_word_has_its_gradient(labels: int) -> None:
 
 @pytest.mark.parametrize("name", ["Qwen3-MoE", "Mixtral", "OLMoE", "GLM-4-MoE"])
 def test_the_balance_loss_is_that_of_transformers(name: str) -> None:
-    """Of one sequence, value and gradient; a row of several counts all of their tokens."""
+    """Value and gradient for one sequence; a row of several counts all of their tokens."""
     model = _made(name)
     tokens = SEQUENCES[0]
     routing: list[torch.Tensor] = []

@@ -1,5 +1,4 @@
-"""A base whose weights are quantized: the trainer computes with those that they stand for, and
-trains adapters."""
+"""A quantized base: the trainer computes with the dequantized weights, and trains adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routers that take the engine's choice of experts, and what is asked of servers for it."""
+"""Routers that replay the engine's choice of experts, and the requests to servers for it."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def test_the_probe_compares_with_the_engine_s_choice() -> None:
     )
 
 
-# What is asked of servers
+# Requests to servers
 
 
 SHAPE = RouterShape(layers=3, sparse=(1, 2), chosen=2, experts=8)

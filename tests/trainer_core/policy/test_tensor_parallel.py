@@ -1,4 +1,4 @@
-"""A policy in parts over two and four ranks (gloo) computes, steps and saves what it does whole."""
+"""A policy in parts over two and four ranks (gloo) computes, steps and saves as it does whole."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer_core.policy.tensor_parallel import TensorParallel
     scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids="{} ranks".format
 )
 def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What each rank found."""
+    """Results of each rank."""
     folder, size = tmp_path_factory.mktemp("ranks"), request.param
     ended = run_ranks(
         "tests.trainer_core.policy.tensor_parallel_ranks:everything",

@@ -1,5 +1,4 @@
-"""What each of two ranks does for `test_loop.py`: a whole run without a server, in which
-something happens."""
+"""Ranks of `test_loop.py`: a whole run without a server, with an event in it."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ class StopsAfterOne(Callback):
 
 
 def die(*_: Any, **__: Any) -> Any:
-    """By SIGKILL, if this is rank 1."""
+    """Kill this process by SIGKILL if it is rank 1."""
     os.kill(os.getpid(), signal.SIGKILL) if own_rank() else None
 
 

@@ -1,5 +1,4 @@
-"""What each of two ranks does for `test_sharded.py`: every case beside the same on one
-rank."""
+"""Ranks of `test_sharded.py`: every case beside the same on one rank."""
 
 from __future__ import annotations
 
@@ -375,7 +374,7 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "sequences": ("Qwen3", EXACT | {"ratio_base": "proximal", "objective": "gspo"}),
     "reference": ("Qwen3", EXACT | {"ref_kl_coef": 0.1}),
 }
-"""Of rows that two ranks share."""
+"""Cases of rows that two ranks share."""
 
 
 def shared_rows(folder: Path, *names: str) -> int:

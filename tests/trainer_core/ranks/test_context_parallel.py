@@ -1,5 +1,5 @@
-"""Ranks that share rows step as one rank does that has them alone, whatever attends; what cannot be
-shared is said.
+"""Ranks that share rows step as one rank with whole rows, for every kind of attention; other cases
+are refused.
 
 Two processes start once (`sharded_ranks.py`) and run all cases, each beside the same case on one
 rank.

@@ -1,5 +1,5 @@
-"""The loop on two ranks: it trains what one rank does, all leave at the same step, and nobody waits
-for the dead."""
+"""The loop on two ranks: it trains what one rank does, all leave at the same step, and a dead rank
+ends the others."""
 
 from __future__ import annotations
 

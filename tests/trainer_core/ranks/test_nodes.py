@@ -1,5 +1,5 @@
-"""The ranks of a trainer on two nodes, each with its own address: they meet, train, and learn of
-one another's end."""
+"""The ranks of a trainer on two nodes, each with its own address: they meet, train, and end
+together."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def folder(demo_base: Path, tmp_path: Path) -> Path:
 
 
 def launched(node: int, flags: list[str], folder: Path, *, forks: bool = True) -> ForkedProcess:
-    """The launcher of one of two nodes, forked from what has imported torch, and so its one rank.
-    Where it is asked to stop, torchrun has to start that one (not `forks`): of a forked one it does
-    not tell how it ended."""
+    """The launcher of one of two nodes, with one rank, forked from a process that has imported
+    torch. A launcher that gets a signal to stop needs torchrun's own start (not `forks`): it does
+    not report how a forked rank ended."""
     (folder / f"tmp{node}").mkdir(exist_ok=True)
     environment = os.environ | {
         "TMPDIR": str(folder / f"tmp{node}"),
@@ -81,7 +81,7 @@ def be_launcher(words: list[str]) -> int:
 
 
 def be_rank(*words: str) -> int:
-    """What `-m trainer_core` is."""
+    """Run `-m trainer_core`."""
     code = main(list(words[2:]))
     if code:
         sys.stdout.flush()

@@ -1,5 +1,5 @@
-"""A step of two ranks is the step of one: loss, gradient and every parameter, whatever trains and
-however it is kept; and as many ranks as one likes go on from a checkpoint.
+"""A step of two ranks equals that of one: loss, gradient and every parameter, for everything that
+trains. Any number of ranks continues from a checkpoint.
 
 Two processes start once (`sharded_ranks.py`) and run all cases, each beside the same case on one
 rank.
@@ -32,7 +32,7 @@ rounding is not."""
 
 
 def equal(numbers: Any) -> None:
-    """What several ranks found for a case is what one did."""
+    """Assert that several ranks found what one did."""
     assert isinstance(numbers, dict), numbers
     assert (
         numbers["gradient"] < ROUNDING
@@ -51,7 +51,7 @@ SLOW = (
     "some layers",
     "reference",
 )
-"""What only `make test-all` runs; each differs in one thing from a case that CI has."""
+"""Cases that only `make test-all` runs; each differs in one thing from a case that CI has."""
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,4 @@
-"""A trainer of two real ranks under the supervisor: what a stop and a killed rank look like from
-there."""
+"""A trainer of two real ranks under the supervisor: a stop, and a killed rank."""
 
 from __future__ import annotations
 

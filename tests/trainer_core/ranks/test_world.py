@@ -1,5 +1,5 @@
-"""The ranks of a trainer: values and errors of rank 0 on all, sums, and what becomes of the others
-when one ends."""
+"""The ranks of a trainer: values and errors of rank 0 on all, sums, and the end of the others after
+one."""
 
 from __future__ import annotations
 

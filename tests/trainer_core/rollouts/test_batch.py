@@ -1,5 +1,5 @@
-"""From run-api's groups to packed rows: the shift, advantages, temperatures, what is refused and
-what is left out."""
+"""From run-api's groups to packed rows: the shift, advantages, temperatures, refused and dropped
+groups."""
 
 from __future__ import annotations
 
@@ -365,8 +365,8 @@ def _alone(score: float, env: str = "a", **changes: Any) -> dict[str, Any]:
 
 
 def test_a_group_of_one_is_compared_with_those_before_it() -> None:
-    """By environment, over batches; what brings advantages of its own, or company, has no part in
-    it."""
+    """The comparison is by environment, over batches; groups with advantages of their own, or of several, have no
+    part in it."""
     kept = Baselines()
     first = _read(
         _alone(1.0),

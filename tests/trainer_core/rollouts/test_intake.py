@@ -1,6 +1,6 @@
-"""The next batch is fetched and read while the present one trains: no rollout gets older by that,
-none is lost or trained twice, and the weights are the same. Through the real run-api, behind its
-door, as a process."""
+"""The next batch is fetched and read while the present one trains. No rollout gets older, none is
+lost or trained twice, and the weights are the same. With the real run-api and its auth, as a
+process."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _trained(
 def test_the_same_weights_as_without_and_a_stop_loses_nothing(
     engine: Engine, base: Path, tmp_path: Path, process: RunApiProcess
 ) -> None:
-    """What is fetched ahead at a stop comes again, in its turn, and what was trained does not."""
+    """A batch that was fetched ahead at a stop comes again, in its turn; a trained one does not."""
     batches = _batches(engine)
     straight, steps = _trained(base, tmp_path / "straight", batches, Recorded(batches), [])
     for name, stops in (("ahead", []), ("stopped", [2, 3])):
@@ -166,7 +166,7 @@ def test_nobody_is_said_to_wait_while_it_trains(
 def test_after_a_reset_it_registers_with_the_step_of_now(
     api: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The batch was asked for a step earlier."""
+    """The request for the batch was a step earlier."""
     monkeypatch.setattr("trainer_core.rollouts.client.REGISTRATION_CHECK_S", 0.1)
     client = _opened(api, 2)
     _send(api, [[GROUP]])
@@ -217,7 +217,7 @@ def test_an_outage_while_nobody_waits_ends_nothing(
 
 
 def _full(url: str, groups: int) -> None:
-    """A trainer that is slow: returns once run-api's queue has so many groups."""
+    """A slow trainer: return once run-api's queue has `groups` groups."""
     end = time.monotonic() + 20
     while httpx.get(f"{url}/status").json()["queue_size"] < groups:
         assert time.monotonic() < end

@@ -1,5 +1,4 @@
-"""How old rollouts get: the bound of docs/modes.md holds at the batch, in the worst case that an
-environment can make.
+"""The bound of docs/modes.md on the policy lag holds at the batch, in an environment's worst case.
 
 A stand-in for run-api and environment: a group begins for every free place, of as many as
 `max_batches_offpolicy` batches have; run-api hands out the groups in the order in which they came.

@@ -1,5 +1,5 @@
-"""Whatever run-api hands over: trained on rightly, or left out and counted; refused only where
-nothing has logprobs."""
+"""Any input of run-api is trained on correctly, or dropped and counted; only input without logprobs
+is refused."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ NEARLY: dict[str, st.SearchStrategy[Any]] = {
     "advantages": st.sampled_from([math.nan, 1e39, -1e300, "1", None]),
     "overrides": st.sampled_from(TEMPERATURES),
 }
-"""What one entry of a field may be, right or almost."""
+"""Entries of a field, right or almost right."""
 EXTRA = ("advantages", "overrides", "generation_params", "group_overrides", "env_id", "images")
 KEY = st.text(max_size=3)
 nested = st.recursive(
@@ -196,7 +196,7 @@ def _read(raw: list[Any], **selection: Any) -> Batch:
 
 
 def _judge(raw: list[Any], batch: Batch) -> None:
-    """What must hold of anything that is trained on."""
+    """Assert what must hold of every group that is trained on."""
     kept = len(batch.rollouts) + sum(batch.left_out.values())
     assert kept == sum(map(_sequences, raw)), "every sequence is trained on or counted"
     assert len(batch.left_out) <= 12 and all(len(why) < 500 for why in batch.examples.values())

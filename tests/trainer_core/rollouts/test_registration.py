@@ -1,5 +1,5 @@
-"""run-api forgets the trainer, belongs to another, loses a batch, is slow or dies: the real one, on
-its own port."""
+"""A run-api that forgets the trainer, belongs to another, loses a batch, is slow or dies: the real
+one, on its own port."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Side:
 
 @pytest.fixture
 def side(monkeypatch: pytest.MonkeyPatch) -> Iterator[Side]:
-    """Of atroposlib's run-api, in a thread."""
+    """One side of atroposlib's run-api, in a thread."""
     api = RunApiThread()
     made = Side(api.url, monkeypatch)
     yield made

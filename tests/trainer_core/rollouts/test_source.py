@@ -1,4 +1,4 @@
-"""What comes in and does not train: left out, counted, recorded and said; it never ends the run."""
+"""Groups that do not train are dropped, counted, recorded and logged; they never end the run."""
 
 from __future__ import annotations
 
@@ -167,8 +167,8 @@ def test_a_baseline_lasts_over_batches(tmp_path: Path) -> None:
 def test_an_environment_without_logprobs_among_others_ends_nothing(
     tmp_path: Path, capsys: Any
 ) -> None:
-    """Nor does a whole batch of its groups, once others came with logprobs; the diagnosis speaks
-    all the same."""
+    """A whole batch of its groups does not end it either, once others came with logprobs; the
+    diagnosis still appears."""
     intake = _intake(
         tmp_path, [[GOOD, BLIND], [BLIND, BLIND], [BLIND], [GOOD]], missing_logprobs="refuse"
     )

@@ -1,9 +1,9 @@
-"""A child in the place of `python -m vllm_server`: answers `/bridge/info`, and does one thing wrong
-if told to.
+"""Stand-in for `python -m vllm_server`: it answers `/bridge/info`, and an option gives it one
+fault.
 
     python engine_child.py PORT [--exit CODE] [--deaf] [--stubborn] [--grandchild FILE]
 
-It prints its parent-death signal's effect to nobody: it simply lives until it is told to end.
+It lives until a signal ends it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Use of the engines by their own counts: between two looks of the trainer, over all of them."""
+"""Use of the engines by their own counters, between two reads by the trainer, over all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer_core.server.client import EngineMeter, ServerClient
 
 
 class Engines:
-    """What two servers answer, and the trainer's clock."""
+    """Answers of two servers, and the trainer's clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 50.0

@@ -1,5 +1,5 @@
-"""Who starts and restarts the inference server: an own child with real processes, and the
-supervisor by its socket."""
+"""Start and restart of the inference server: as the trainer's own child, and by the supervisor's
+socket."""
 
 from __future__ import annotations
 

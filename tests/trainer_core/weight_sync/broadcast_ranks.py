@@ -1,5 +1,4 @@
-"""What each rank of a sharded trainer does for `test_broadcast_ranks.py`, and the model
-that it serves."""
+"""Ranks of `test_broadcast_ranks.py`, and the model that they serve."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Mode `broadcast` on gloo: what is sent, who gets it, and what is said when somebody is
-missing."""
+"""Mode `broadcast` on gloo: the tensors, their receivers, and the errors when one is missing."""
 
 from __future__ import annotations
 
@@ -166,7 +165,7 @@ def test_a_server_lost_during_an_overlapped_publish_is_left_out(
     sync.publish(2, lambda: step(model))
     with pytest.raises(EngineGone):
         sync.settle()
-    sync.publish(3, lambda: step(model))  # nothing of the failed one is left; it is said anew
+    sync.publish(3, lambda: step(model))  # nothing of the failed one is left; its error comes again
     with pytest.raises(EngineGone):
         sync.publish(4, lambda: pytest.fail("written"))
 
@@ -351,8 +350,7 @@ def test_another_rank_does_not_look_for_servers(make: Make) -> None:
 
 
 def test_one_that_was_left_out_is_not_waited_for(make: Make, receivers: list[Receiver]) -> None:
-    """Whoever asks it between two publishes, for versions or idle seconds, waits a second and not a
-    minute."""
+    """A read of versions or idle seconds between two publishes takes a second and not a minute."""
     sync = make()
     model = sync.attach(Start())
     lost, there = sync.engines
@@ -389,7 +387,7 @@ def test_a_worker_that_hangs_is_named_before_it_is_given_up(
 def test_every_server_that_answers_is_named(
     make: Make, receivers: list[Receiver], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is said of one server alone reads as if the others had not answered."""
+    """A message about one server alone reads as if the others had not answered."""
     make().attach(Start())
     said = capsys.readouterr().out
     assert all(

@@ -1,5 +1,5 @@
-"""Weights of a trainer that is sharded over two ranks: each sends its own rows, and servers have
-what one rank would have sent, to the bit.
+"""Weights of a trainer that is sharded over two ranks: each sends its own rows, and servers get
+what one rank would send, to the bit.
 
 The ranks are processes of their own (`broadcast_ranks.py`); the servers are stand-ins whose models
 lie as in vLLM.
@@ -46,7 +46,7 @@ def served(config: Any, rank: int) -> Served:
 
 @dataclass
 class Run:
-    """What two ranks did with each model, one after the other; in the end one of them died."""
+    """Results of two ranks with each model, one after the other; in the end one of them died."""
 
     folder: Path
     receivers: dict[str, list[Receiver]]

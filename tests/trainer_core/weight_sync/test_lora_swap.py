@@ -1,5 +1,5 @@
-"""Adapter modes: a server that dies exactly inside a publish costs no step, and its successor gets
-that adapter."""
+"""Adapter modes: a server that dies inside a publish costs no step, and its successor gets that
+adapter."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ANSWERS = {
     "it ends": (500, "Internal Server Error"),
     "a proxy speaks for it": (502, "Bad Gateway"),
 }
-"""What one that is going away says."""
+"""Answers of an engine that is going away."""
 STEPS = 4
 VICTIM = 2
 """The weight version in whose publish the server dies."""
@@ -53,7 +53,7 @@ class AdapterEngine(Engine):
         super().__init__(folder, plain_model(base))
         self.death, self.back_after_s, self.life, self.falls = death, back_after_s, 1, False
         self.serves: dict[str, Any] | None = None
-        """What it answers with: version, path, tensors."""
+        """Version, path and tensors of its answers."""
         self.loads: list[tuple[int, int]] = []
         """Life and version of each load that was taken."""
 
@@ -98,7 +98,7 @@ class AdapterEngine(Engine):
         place = self.manifest_path.parent / f"weights of life {self.life}"
         old, self.tensors = self.tensors, self._share(place, fused_tensors(self.model))
         for tensor in old.values():
-            tensor.fill_(9e9)  # whoever computes with memory of a dead process gets noise
+            tensor.fill_(9e9)  # a computation with memory of a dead process gives noise
         self._write_manifest(place)
         write_manifest(
             self.manifest.model_copy(update={"instance_id": f"i-{self.life}"}), self.manifest_path
@@ -241,7 +241,7 @@ def test_a_server_that_does_not_come_back_ends_the_run_with_the_step_saved(
 
 
 def test_a_refused_adapter_is_no_death(base: Path, tmp_path: Path) -> None:
-    """What a living server refuses is refused again tomorrow: the run ends at once, in its
+    """A living server refuses the same adapter again tomorrow: the run ends at once, in its
     words."""
 
     class Refusing(AdapterEngine):
@@ -310,7 +310,7 @@ def test_a_crash_of_any_kind_costs_no_step(
 
 
 class Restarts:
-    """Whoever restarts the engine, and what was asked of it, in order."""
+    """Stand-in for the part that restarts the engine; records the requests in order."""
 
     can_restart = True
 

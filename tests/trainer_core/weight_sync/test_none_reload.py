@@ -1,5 +1,4 @@
-"""Mode `none`: what the server loads and when, what it goes through otherwise, and what is left on
-the disk."""
+"""Mode `none`: when the server loads which weights, its errors, and the files left on the disk."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ NOTHING = "it was started without ATROPOS_WEIGHT_UPDATES=1"
 
 
 class LoadingEngine(Engine):
-    """Loads what it is told to from the disk; can be restarted."""
+    """Engine that loads weights from the disk on request; can be restarted."""
 
     def __init__(self, folder: Path, model: torch.nn.Module) -> None:
         super().__init__(folder, model)
@@ -338,7 +337,7 @@ def test_a_server_of_somebody_else_is_not_restarted(make: Any, engine: LoadingEn
 
 
 def test_of_several_servers_none_is_restarted(make: Any, engine: LoadingEngine) -> None:
-    """Whoever reads that runs them with atropos-tui already."""
+    """A user with several servers runs them with atropos-tui already."""
     engine.obstacle = NOTHING
     sync = make(vllm_restart_interval=1, vllm_urls=[engine.url, engine.url])
     model = sync.attach(Start())

@@ -1,4 +1,4 @@
-"""Rank 0's orders to ranks on other nodes: they come to a port, and only ranks are heard."""
+"""Rank 0's orders to ranks on other nodes: sent to a port, accepted from ranks only."""
 
 from __future__ import annotations
 

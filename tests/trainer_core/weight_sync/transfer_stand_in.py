@@ -1,5 +1,5 @@
 """Inference servers for tests of the broadcast: real HTTP, real gloo groups, a dictionary of
-tensors for a model."""
+tensors as model."""
 
 from __future__ import annotations
 
@@ -99,14 +99,14 @@ class Receiver:
         self.receives, self.instance = receives, instance
         self.fault: Fault | None = None
         self.fault_at: dict[int, Fault] = {}
-        """By weight version."""
+        """Faults by weight version."""
         self.version: int | None = None
         self.dead = False
         self.errors: list[str] = []
-        """What the workers said."""
+        """Errors of the workers."""
         self.joins = 0
         self.lets_end_s = 0.0
-        """So long completions go on before an update is received."""
+        """Seconds for which completions go on before an update is received."""
         self.versions: dict[str, tuple[int, int]] = {}
         self.server = JsonServer(self._reply)
         self.url = self.server.url

@@ -1,5 +1,5 @@
-"""Copies noted once from the model's own loader: they do what it did, or it is said that they
-cannot."""
+"""Copies recorded once from the model's own loader: they repeat its effect, or the recorder reports
+that they cannot."""
 
 from __future__ import annotations
 

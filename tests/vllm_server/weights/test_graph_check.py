@@ -1,5 +1,5 @@
-"""Which layers are tried, that they are put back, and what a server makes of one that does not
-follow."""
+"""The graph check: the layers it tries, that it restores them, and the server's reaction to a stale
+one."""
 
 from __future__ import annotations
 

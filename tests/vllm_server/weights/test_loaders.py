@@ -1,4 +1,5 @@
-"""What a server says of weights that vLLM lays out anew, computes or copies after loading them."""
+"""The server's report on weights that vLLM lays out again, computes or copies after loading
+them."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def test_weights_that_cannot_be_shared_say_why_and_what_works(
 
 
 class Server(Engine):
-    """Whose worker says `reason`."""
+    """A server with a worker that answers `reason`."""
 
     reason: str | None = None
     model_config = SimpleNamespace(quantization=None, max_model_len=64, get_vocab_size=lambda: 2000)

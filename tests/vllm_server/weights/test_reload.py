@@ -1,5 +1,5 @@
-"""`/bridge/load`: what is refused before anything is touched, what a broken load leaves, what waits
-for a restart."""
+"""`/bridge/load`: refusals before any change, the state after a failed load, and what waits for a
+restart."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LoadingEngine(RecordingEngine):
         self.hangs = False
         self.without_place: str | None = None
         self.failed: str | None = None
-        """What the second rank says."""
+        """Error of the second rank."""
 
     async def collective_rpc(self, method: str, args: tuple[str]) -> list[dict[str, Any]]:
         self.calls.append(f"{method}:{Path(args[0]).name}")
@@ -77,7 +77,7 @@ def arguments(model: Path, **given: Any) -> Namespace:
 
 
 def checkpoint(folder: Path, **shapes: tuple[int, ...] | None) -> Path:
-    """A folder of weights as in `SHAPES`; `shapes` by name (dots as `__`) replaces one, null leaves
+    """A folder of weights as in `SHAPES`; `shapes` by name (dots as `__`) replaces one, None leaves
     it out."""
     wanted: dict[str, Any] = SHAPES | {
         name.replace("__", "."): shape for name, shape in shapes.items()

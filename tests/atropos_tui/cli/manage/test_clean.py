@@ -1,5 +1,5 @@
-"""`clean` and `runs` after real crashes: what is left is found and ended, what lives or is a
-stranger's is not."""
+"""`clean` and `runs` after real crashes: they end what is left, and nothing that lives or is
+another user's."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def test_stale_sockets_go_and_young_or_answering_ones_stay(
 
 
 def read_component(capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any]]:
-    """What `ps --json` says of the run and of its component."""
+    """Return the run and its component as `ps --json` prints them."""
     capsys.readouterr()
     assert main.run(["ps", "--json"]) == 0
     status = json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""Commands that act on a run: what they ask before."""
+"""Commands that act on a run: their questions before they act."""
 
 from __future__ import annotations
 

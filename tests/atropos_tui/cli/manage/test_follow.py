@@ -1,4 +1,4 @@
-"""`ps -f`: a line for each change, and none for numbers that move."""
+"""`ps -f`: a line for each change of state, none for numbers that change."""
 
 from __future__ import annotations
 

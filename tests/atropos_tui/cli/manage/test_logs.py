@@ -1,5 +1,4 @@
-"""`atropos-tui logs` and what it stands on: nothing lost or repeated over rotation, restarts and
-the end of the run."""
+"""`logs`: nothing lost or repeated over rotation, restarts and the end of the run."""
 
 from __future__ import annotations
 
@@ -76,7 +75,7 @@ Printed = Callable[[str], Awaitable[None]]
 
 @pytest.fixture
 def printed(capsys: pytest.CaptureFixture[str]) -> tuple[list[str], Printed]:
-    """What was printed so far, and a wait until something is."""
+    """Return the list of printed lines and a function that waits for the next one."""
     seen: list[str] = []
 
     async def until(line: str) -> None:

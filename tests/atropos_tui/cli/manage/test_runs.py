@@ -1,5 +1,4 @@
-"""Runs by directory, id, name or the beginning of an id, wherever a command takes one; and the
-table of all of them."""
+"""RUN as a directory, id, name or prefix of an id, for every command; and the table of all runs."""
 
 from __future__ import annotations
 

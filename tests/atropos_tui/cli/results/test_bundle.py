@@ -1,5 +1,4 @@
-"""`bundle`: secrets planted wherever they could be, then the unpacked archive is searched for
-them."""
+"""`bundle`: secrets planted in every place do not appear in the unpacked archive."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`compare`: stacks that do not get in each other's way, one line each, one table; with stand-ins
-for the programs."""
+"""`compare`: stacks side by side without collisions, one line each, one table; stand-ins run as
+programs."""
 
 from __future__ import annotations
 

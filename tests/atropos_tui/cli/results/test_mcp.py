@@ -59,14 +59,14 @@ async def agent(*flags: str) -> AsyncIterator[Client]:
 
 
 def data(result: CallToolResult) -> Any:
-    """What a tool answered."""
+    """Return a tool's answer."""
     assert not result.is_error, result.content
     found = result.structured_content
     return found["result"] if isinstance(found, dict) and set(found) == {"result"} else found
 
 
 def words(result: CallToolResult) -> str:
-    """What a tool refused with."""
+    """Return the words of a tool's refusal."""
     assert result.is_error
     return str(getattr(result.content[0], "text", ""))
 

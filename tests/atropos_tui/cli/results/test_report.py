@@ -1,5 +1,4 @@
-"""`report`, `replay` and `bench` as a user calls them: files, exit codes, words; and what their
-neighbours say."""
+"""`report`, `replay` and `bench` from the command line: files, exit codes, messages."""
 
 from __future__ import annotations
 

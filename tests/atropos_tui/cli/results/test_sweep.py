@@ -1,5 +1,4 @@
-"""`sweep`: a grid of settings in real stacks of stand-in programs; what is done is never run
-again."""
+"""`sweep`: a grid of settings in real stacks of stand-ins; finished runs are not repeated."""
 
 from __future__ import annotations
 

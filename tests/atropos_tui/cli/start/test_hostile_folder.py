@@ -1,4 +1,4 @@
-"""`up` where somebody else has laid things out: packages of our names, a `.env` for the loader and
+"""`up` in a folder that another user prepared: packages of our names, a `.env` for the loader and
 for Python."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`init`: on a terminal and without one, what it writes is valid, and it writes over nothing."""
+"""`init` on a terminal and without one: its profile is valid, and it overwrites nothing."""
 
 from __future__ import annotations
 

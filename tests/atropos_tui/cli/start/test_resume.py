@@ -1,5 +1,4 @@
-"""RUN/profile.toml means what was started, and `--resume` goes on with it or says what is
-different."""
+"""`--resume` continues the run of RUN/profile.toml, or says what is different."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Files of a run that no supervisor wrote: pipes, garbage, times and codes that are none. A
-message, never a hang."""
+"""Run files that no supervisor wrote (pipes, garbage, wrong times and codes) give a message, never
+a hang."""
 
 from __future__ import annotations
 

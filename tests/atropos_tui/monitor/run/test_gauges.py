@@ -1,4 +1,4 @@
-"""Gauges from foreign texts, rates from counters, and who holds what of a GPU or the host."""
+"""Gauges from foreign texts, rates from counters, and the users of GPU and host memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A curve in bounded memory: what is kept as it came, what merged points stand for, and that sums
-stay true."""
+"""A curve in bounded memory: original points, merged points, and sums that stay true."""
 
 from __future__ import annotations
 

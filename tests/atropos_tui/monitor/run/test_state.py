@@ -1,4 +1,4 @@
-"""`RunState.apply`, the pace derived from it, and what files say of a run that is over."""
+"""`RunState.apply`, the pace derived from it, and the files of a run that is over."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Plans for hardware that is not here, the settings with which a stack fits it, and what `memory`
-makes of them."""
+"""Plans for other hardware, the settings with which a stack fits it, and `memory` for them."""
 
 from __future__ import annotations
 
@@ -532,7 +531,7 @@ def test_the_8_bit_optimizer_is_proposed_where_its_package_is() -> None:
 def settled(
     trainer: dict[str, Any], gpus: str = "1xH100", **vllm: Any
 ) -> tuple[dict[str, Any], str]:
-    """What was added to [trainer] and [vllm], and the line."""
+    """Return the keys added to [trainer] and [vllm], and the line."""
     site = site_of(trainer, vllm)
     after, line = settle(site, inventory(gpus))
     added = {

@@ -1,5 +1,4 @@
-"""Numbers and shapes of foreign files that would become memory or time: words at once, and no
-process that stays."""
+"""Huge numbers and shapes in foreign files give an error at once, and leave no process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Every shipped profile plans, and its budget fits where it says so; a layout that cannot run is
-refused in words."""
+"""Every shipped profile plans and fits its budget; a layout that cannot run is refused."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "72b": ("8xH200", QWEN25_72B),
     "72b-lora": ("8xH100", QWEN25_72B),
 }
-"""Of each environment, with the machine that the profile is for and the model that it names."""
+"""Profiles of each environment, with the machine and the model that each is for."""
 RUNS = set(LAYOUTS)
 ON_CPU = {"demo", "demo-lora"}
 PLANNED = (

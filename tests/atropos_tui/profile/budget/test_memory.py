@@ -1,4 +1,4 @@
-"""The memory budget: sizes against what really is allocated, warnings."""
+"""The memory budget: sizes against real allocations, warnings."""
 
 from __future__ import annotations
 

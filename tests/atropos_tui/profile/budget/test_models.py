@@ -1,5 +1,5 @@
-"""What a model is made of, from its files alone: against real transformers models, the hub's cache
-and broken files."""
+"""Facts about a model from its files: against real transformers models, the hub's cache and broken
+files."""
 
 from __future__ import annotations
 

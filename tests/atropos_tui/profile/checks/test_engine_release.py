@@ -1,5 +1,5 @@
-"""Which models a release of vLLM does not serve as they train: `validate` says it, and the server
-before it starts."""
+"""Models that a vLLM release does not serve as they train: refused by `validate` and by the
+server."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Environments and flags before anything starts: what is certain to fail is refused, all else is
-left alone."""
+"""Environments and flags before a start: what is certain to fail is refused, all else is left
+alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a machine lacks to start a stack: ports, packages, programs, models, GPUs, each with key,
-reason and way out."""
+"""Pre-flight: missing ports, packages, programs, models and GPUs, each with key, reason and fix."""
 
 from __future__ import annotations
 
@@ -44,8 +43,8 @@ LLAMA = {
 
 
 def found(chosen: Profile, gpus: int = 0, config: dict[str, Any] | None = None) -> list[Problem]:
-    """Problems on a machine with so many GPUs of 80 GiB; `config` is the model's, unknown when left
-    out."""
+    """Return the problems on a machine with `gpus` GPUs of 80 GiB; `config` is the model's, unknown
+    when left out."""
     model: Model | str = "model not on this machine"
     if config is not None:
         model = Model(config, model_shapes(config) or {"a": (1,)}, "config.json")
@@ -270,7 +269,7 @@ def test_a_quantized_model_is_a_base_for_adapters_alone(
 def test_a_model_whose_routing_cannot_be_replayed(
     changes: dict[str, Any], words: str | None
 ) -> None:
-    """By its configuration, before anything starts."""
+    """The model's configuration is enough: nothing starts."""
     chosen = profile(model="a/b", mode="lora_only", trainer={"routing_replay": True})
     said = [
         problem

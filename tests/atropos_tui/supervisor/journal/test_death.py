@@ -1,5 +1,4 @@
-"""Whoever dies: SIGKILL of the supervisor, signals, a crashed supervisor's leftovers, a killed
-guard."""
+"""Deaths: SIGKILL of the supervisor, signals, leftovers of a crashed supervisor, a killed guard."""
 
 from __future__ import annotations
 
@@ -403,7 +402,7 @@ def test_bad_input_on_stdin_is_exit_2_without_a_traceback(tmp_path: Path) -> Non
 async def test_a_component_that_goes_while_its_processes_are_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is left of it is taken away in the event loop, while a thread still looks."""
+    """The event loop removes the component's remains while a thread still reads them."""
     members = tracker.Tracker("a-run")
     members.add("api", os.getpid())
     looked = members.note_shared_memory

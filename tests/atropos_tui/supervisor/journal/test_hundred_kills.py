@@ -1,5 +1,5 @@
-"""A hundred SIGKILLs, seeded: of supervisors, components and grandchildren, while a component is in
-each of the states. CI does every pair of state and victim once, `make test-all` four times.
+"""A hundred seeded SIGKILLs of supervisors, components and grandchildren, in each component state.
+CI runs every pair of state and victim once, `make test-all` four times.
 
 Nothing may be left, the states must be right, and so must the exit codes. The check for leftovers
 is shown to see: a planted orphan in a session of its own makes it fail.
@@ -157,7 +157,7 @@ async def kill(case: Case, supervisor: Background, rows: dict[str, ComponentStat
 async def check_states(
     case: Case, client: ControlClient, name: str, before: dict[str, ComponentStatus]
 ) -> None:
-    """What the kill must have done, and what it must not have done."""
+    """Assert the effects that the kill must and must not have."""
     if case.state is State.STOPPING:
         await until(client, lambda rows: rows["x"].state is State.STOPPED)
         return

@@ -1,5 +1,5 @@
-"""A run that ends on a full disk has an end, a guard that cannot live is reported, a socket always
-has a folder."""
+"""A run ends properly on a full disk, a guard that cannot live is reported, a socket always has a
+folder."""
 
 from __future__ import annotations
 

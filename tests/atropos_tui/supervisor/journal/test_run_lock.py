@@ -1,5 +1,4 @@
-"""One supervisor in a run directory, and one `up` that prepares it: the second one hears who was
-first."""
+"""One supervisor in a run directory, and one `up` that prepares it: a second one is refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The GPU memory gate with real children and a driver that says what the test wants: late, never,
-others, host pids."""
+"""The GPU memory gate with real children and a stand-in driver: late, never, other users, host
+pids."""
 
 from __future__ import annotations
 

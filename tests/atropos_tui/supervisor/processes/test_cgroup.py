@@ -1,5 +1,5 @@
-"""cgroup v2 where it is delegated: what cleans its environment, double-forks and starts a session
-is still caught.
+"""Delegated cgroup v2: a child that cleans its environment, double-forks and starts a session is
+still caught.
 
 Where it is not, for real (a private mount namespace hides it, or shows it read-only), all goes on
 as without.

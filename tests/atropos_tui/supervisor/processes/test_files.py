@@ -1,4 +1,4 @@
-"""What is written: the journal, the process table, logs with rotation, a full disk."""
+"""Files of the supervisor: the journal, the process table, logs with rotation, a full disk."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A disk without room, for real: the run goes on, says so, counts what is lost, and writes again
-when there is room."""
+"""A really full disk: the run goes on, says so, counts what is lost, and writes again when there is
+room."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ async def listen(client: ControlClient, heard: list[Record]) -> None:
 
 
 def told(records: list[Record]) -> list[DiagnosisRecord]:
-    """What was said about the log of `talk`."""
+    """Return the diagnoses about the log of `talk`."""
     diagnoses = [
         record
         for record in records

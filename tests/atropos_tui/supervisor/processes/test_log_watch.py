@@ -1,5 +1,5 @@
-"""Log checks see lines as a person does: coloured, overwritten, unfinished, and behind a long
-progress bar."""
+"""Log checks read coloured, overwritten and unfinished lines, and lines behind a long progress
+bar."""
 
 from __future__ import annotations
 

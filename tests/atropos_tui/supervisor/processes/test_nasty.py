@@ -1,5 +1,4 @@
-"""Children that do not want to go: stopped means that no process of the set is left, whatever they
-tried."""
+"""Children that resist a stop: afterwards no process of the set is left."""
 
 from __future__ import annotations
 

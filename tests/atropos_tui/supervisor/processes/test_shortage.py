@@ -1,5 +1,5 @@
-"""A machine that is out of descriptors, memory or processes for a while: starts wait, and the
-supervisor lives."""
+"""A machine without descriptors, memory or processes for a while: starts wait, and the supervisor
+lives."""
 
 from __future__ import annotations
 

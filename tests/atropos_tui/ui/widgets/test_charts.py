@@ -1,5 +1,5 @@
-"""Charts answer: cursor, window, smoothing, axes, one alone, other curves, other runs; and what
-leads from them on."""
+"""Charts: cursor, window, smoothing, axes, a single chart, other curves, other runs, links from
+them."""
 
 from __future__ import annotations
 

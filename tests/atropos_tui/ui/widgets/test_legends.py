@@ -1,5 +1,5 @@
-"""No mark without a name: curves of one chart, and runs on the same axes, in colour and without, at
-every width."""
+"""Every mark has a name: curves of one chart, and runs on the same axes, at every width, with and
+without colour."""
 
 from __future__ import annotations
 

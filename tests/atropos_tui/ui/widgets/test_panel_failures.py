@@ -1,5 +1,4 @@
-"""A run that grows is drawn along every axis, at every size and in every view; an error stays in
-its panel."""
+"""A growing run is drawn along every axis, size and view; an error stays in its panel."""
 
 from __future__ import annotations
 

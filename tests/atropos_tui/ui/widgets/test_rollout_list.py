@@ -1,5 +1,4 @@
-"""The list of rollouts is read for its text: whatever the width, an answer has room, and shows how
-it ends."""
+"""The list of rollouts: at every width an answer has room, and its end is visible."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A search or a filter: Enter goes to the match, titles name it, Esc takes it back before it leaves
-the view."""
+"""Searches and filters: Enter goes to the match, titles name it, Esc first takes it back, then
+leaves."""
 
 from __future__ import annotations
 

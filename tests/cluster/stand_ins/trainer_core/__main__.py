@@ -1,7 +1,6 @@
-"""In the place of a trainer where only its process counts: steps of 0.2 s in telemetry.jsonl, and a
-step that is kept.
+"""Stand-in for a trainer: a step every 0.2 s in telemetry.jsonl, and a saved step.
 
-When it is told to end it writes its step down, and the next attempt goes on there. It ends after
+On a signal it writes its step down, and the next attempt continues there. It ends after
 `--training-steps`.
 """
 

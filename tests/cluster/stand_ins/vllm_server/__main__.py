@@ -1,5 +1,4 @@
-"""In the place of an engine where only its process counts: it is up, and ends when it is told
-to."""
+"""Stand-in for an engine: it is up, and ends on a signal."""
 
 import time
 

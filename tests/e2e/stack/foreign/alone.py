@@ -1,5 +1,5 @@
-"""Groups of one, as games and long tasks have them, with atroposlib's default of leaving out groups
-of equal scores."""
+"""An environment with groups of one, as games and long tasks have, and atroposlib's default of
+dropping flat groups."""
 
 import random
 

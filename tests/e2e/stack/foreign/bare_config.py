@@ -1,5 +1,5 @@
-"""An environment as most people write them: a bare server config for a port that nobody serves,
-top-p, wandb on, text in and out, and no logprobs."""
+"""A usual environment: a bare server config for a port that nobody serves, top-p, wandb on, text in
+and out, no logprobs."""
 
 import random
 

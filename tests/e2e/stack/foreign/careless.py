@@ -1,5 +1,5 @@
-"""A baseline in the place of server configs; every other rollout fails or is wrong in some way. It
-calls no cli()."""
+"""An environment with a baseline instead of server configs; every other rollout fails or is wrong.
+It calls no cli()."""
 
 import random
 

@@ -1,5 +1,5 @@
-"""An environment whose scoring takes two seconds a group, as one with a sandbox or a judge does;
-where its name ends in "flat", its scores never differ."""
+"""An environment that scores a group in two seconds, as a sandbox or a judge does; its scores never
+differ if its name ends in "flat"."""
 
 import asyncio
 import random

@@ -1,5 +1,5 @@
-"""A teacher beside the scores: at each generated token the one that is right there, nearly for
-certain, and one that is not; and logprobs of a reference, messages, advantages of its own."""
+"""An environment with a teacher: at each generated token the right one, nearly certain, and a wrong
+one. It also sends logprobs of a reference, messages, and its own advantages."""
 
 import math
 import random

@@ -1,5 +1,5 @@
-"""Two server configs of which it uses the second by number, one trajectory at a time, with the
-engine's logprobs."""
+"""An environment with two server configs: it uses the second by number, one trajectory at a time,
+with the engine's logprobs."""
 
 import random
 
