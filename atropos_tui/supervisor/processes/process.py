@@ -57,11 +57,15 @@ def make_scratch(folder: Path | None) -> None:
     """Create a folder for temporary files.
 
     Raises:
-        LaunchError: it belongs to another user or has another mode.
+        LaunchError: its parent does not exist, it belongs to another user or has another mode.
     """
     if folder is None:
         return
-    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except FileNotFoundError:
+        reason = f"there is no folder {folder.parent} for temporary files"
+        raise LaunchError(reason, "set TMPDIR to a folder that exists") from None
     if not is_private(folder):
         raise LaunchError(
             f"{folder} is not a folder of this user with mode 0700", "remove it, or set TMPDIR"

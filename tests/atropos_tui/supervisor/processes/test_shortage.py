@@ -19,7 +19,7 @@ from atropos_common.protocol.control import ComponentStatus, State
 from atropos_tui.supervisor import component
 from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.supervisor.launchers import launcher
-from atropos_tui.supervisor.processes.process import spawn
+from atropos_tui.supervisor.processes.process import LaunchError, make_scratch, spawn
 from tests.atropos_tui.supervisor.journal.test_death import background
 from tests.support.harness import QUICK, part, ready
 
@@ -107,3 +107,9 @@ async def test_a_run_directory_that_cannot_be_written_is_named(
             f"make {run_dir} readable and writable again" in told
             and "check its command" not in told
         )
+
+
+def test_a_folder_for_temporary_files_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=f"no folder {tmp_path}/none") as caught:
+        make_scratch(tmp_path / "none/scratch")
+    assert "set TMPDIR" in caught.value.fix
