@@ -15,8 +15,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
-import psutil
-
 from atropos_common.system.run_dir import ENV_HELD_PORT, ENV_NODE_ADDRESS
 
 LOOPBACK = "127.0.0.1"
@@ -106,6 +104,8 @@ def address_here() -> str:
     Raises:
         NoSuchAddress: ATROPOS_NODE_ADDRESS is not an address of this machine.
     """
+    import psutil  # here, because completion must not pay for it
+
     named = os.environ.get(ENV_NODE_ADDRESS, "127.0.0.1")
     try:
         numbers = {str(found[4][0]) for found in socket.getaddrinfo(named, None)}
@@ -137,6 +137,8 @@ def address_here() -> str:
 
 def interface_of(number: str) -> str:
     """Network interface with the address; the loopback if none has it."""
+    import psutil  # here, because completion must not pay for it
+
     interfaces = psutil.net_if_addrs().items()
     return next(
         (name for name, found in interfaces if any(each.address == number for each in found)), "lo"
