@@ -18,7 +18,7 @@ import torch
 
 from tests.support.tmpfs import mounted
 from tests.trainer_core.stand_ins import Engine, Recorded, group, plain_model, run_config
-from trainer_core.checkpoints import checkpoint
+from trainer_core.checkpoints import checkpoint, saving
 from trainer_core.checkpoints.checkpoint import PART_BYTES, checksums, damage, seal
 from trainer_core.checkpoints.saving import BackgroundSave, Saver
 from trainer_core.config import TrainingConfig
@@ -81,21 +81,21 @@ def test_what_is_written_in_the_background_is_what_was_when_it_began(
     at_once = _save(
         model, stepper, settings.model_copy(update={"save_path": str(tmp_path / "wait")}), 1
     )
-    slow, write = threading.Event(), checkpoint.write_state
+    slow, write = threading.Event(), saving.write_state
 
     def waits(*values: Any) -> None:
         assert slow.wait(30)
         write(*values)
 
-    monkeypatch.setattr(checkpoint, "write_state", waits)
-    saving = _in_background(model, stepper, settings, 1)
-    assert not saving.over() and not checkpoint.complete_checkpoints(tmp_path / "out")
+    monkeypatch.setattr(saving, "write_state", waits)
+    written = _in_background(model, stepper, settings, 1)
+    assert not written.over() and not checkpoint.complete_checkpoints(tmp_path / "out")
     with torch.no_grad():
         for tensor in [*model.parameters(), *(copy for copy in stepper.copies().values())]:
             tensor.add_(1.0)
     torch.rand(3)
     slow.set()
-    path = saving.finish().path
+    path = written.finish().path
     assert checkpoint.starting_point(settings).path == path
     for name in ("model.safetensors", "trainer_state/tensors.safetensors"):
         assert (path / name).read_bytes() == (at_once / name).read_bytes(), name

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.support.made_rollouts import rollouts_of
-from trainer_core.checkpoints import checkpoint, state
+from trainer_core.checkpoints import checkpoint, saving, state
 from trainer_core.checkpoints.saving import BackgroundSave
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
@@ -333,7 +333,7 @@ def _in_background(many: Trainer, world: World, out: Path) -> dict[str, float]:
             many.model, config, many.stepper, step=step, version=step, progress={}, world=world
         )
 
-    real = checkpoint.write_state
+    real = saving.write_state
     for broken in (0, 1):
 
         def fail(*values: Any, broken: int = broken) -> None:
@@ -341,20 +341,20 @@ def _in_background(many: Trainer, world: World, out: Path) -> dict[str, float]:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             real(*values)
 
-        checkpoint.write_state = fail
+        saving.write_state = fail
         try:
             begun(2).finish()
             raise AssertionError("it was written")
         except OSError as error:
             assert os.strerror(errno.ENOSPC) in str(error), error
         finally:
-            checkpoint.write_state = real
+            saving.write_state = real
         world.gather(0)
         assert [path.name for path in out.iterdir()] == ["step_1"]
-    saving = begun(2)
+    write = begun(2)
     state = [part.clone() for part in many.weights()]
     many.step(2)
-    saved = saving.finish()
+    saved = write.finish()
     assert checkpoint._why_damaged(saved.path, deep=True) is None
     assert not [path for path in saved.path.iterdir() if path.name.startswith(".")]
     again = Trainer(out.parent, "Qwen3", world, resume=saved.path, dtype="float32")
