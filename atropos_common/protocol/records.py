@@ -148,8 +148,7 @@ class DiagnosisRecord(ComponentRecord):
     kind: Literal["diagnosis"] = "diagnosis"
     rule: str = ""
     """Name of the rule, such as `alignment_mismatch`; empty without a rule."""
-    severity: Severity | Literal[""] = ""
-    """Empty in recordings of versions that did not write it."""
+    severity: Severity = "warning"
     over: bool = False
     """The open diagnosis with the same component, rule and title has ended; `evidence` has the
     reason."""

@@ -38,17 +38,10 @@ def rule_of(found: DiagnosisRecord) -> Rule:
     return BY_NAME.get(found.rule, UNKNOWN)
 
 
-def severity_of(found: DiagnosisRecord) -> Severity:
-    """Return the severity of a record; an older record has none and gets that of its rule."""
-    return found.severity or rule_of(found).severity
-
-
 def gravest_first(found: Iterable[DiagnosisRecord]) -> list[DiagnosisRecord]:
     """Sort by severity, then layer (causes first), then newest first."""
     newest = sorted(found, key=lambda each: each.time, reverse=True)
-    return sorted(
-        newest, key=lambda each: (SEVERITIES.index(severity_of(each)), rule_of(each).layer)
-    )
+    return sorted(newest, key=lambda each: (SEVERITIES.index(each.severity), rule_of(each).layer))
 
 
 ALIGNMENT_RULES = frozenset(rule.name for rule in METRIC_RULES if rule.kinds == ALIGNMENTS)
@@ -67,5 +60,4 @@ __all__ = [
     "node_lost",
     "port_taken",
     "rule_of",
-    "severity_of",
 ]

@@ -63,11 +63,7 @@ class Ledger:
             left.pop(key, None)
             if not record.over:
                 found = Diagnosis(
-                    record.title,
-                    record.evidence,
-                    record.fix,
-                    record.rule,
-                    record.severity or "warning",
+                    record.title, record.evidence, record.fix, record.rule, record.severity
                 )
                 left[key] = _Open(found, 0)
         # Diagnoses of this supervisor, made before the restore, replace older ones.

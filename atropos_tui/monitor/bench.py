@@ -17,7 +17,7 @@ from typing import Any
 from atropos_common.protocol import benchmark_summary as summary
 from atropos_common.protocol.control import State
 from atropos_common.system.run_dir import RunDir
-from atropos_tui.diagnoses import gravest_first, severity_of
+from atropos_tui.diagnoses import gravest_first
 from atropos_tui.monitor.format import (
     bytes_text,
     counted,
@@ -386,7 +386,7 @@ class Progress:
         if self._state.step:
             return ", ".join(ill) or "training"
         for found in gravest_first(self._state.standing.values()):
-            if severity_of(found) != "advice":
+            if found.severity != "advice":
                 return one_line(found.title)
         up = (*SETTLED, State.HEALTHY)
         planned = [part.name for part in self._info.components] if self._info else []

@@ -7,7 +7,6 @@ from typing import Literal
 
 from atropos_common.protocol.control import ComponentStatus, Role, RunStatus
 from atropos_common.protocol.records import DiagnosisRecord, EnvFlow
-from atropos_tui.diagnoses import severity_of
 from atropos_tui.diagnoses.flow_rules import BOTH_WAIT, MUCH_FLAT
 from atropos_tui.monitor.bench import pace
 from atropos_tui.monitor.format import number
@@ -93,7 +92,7 @@ class Run:
     def standing(self) -> list[DiagnosisRecord]:
         """Open diagnoses except advice, gravest first."""
         found = open_diagnoses(self.state, self.status)
-        return [each for each in found if severity_of(each) != "advice"]
+        return [each for each in found if each.severity != "advice"]
 
     def of(self, role: Role) -> list[ComponentStatus]:
         return [row for row in self.status.components if row.role is role]

@@ -24,7 +24,6 @@ from atropos_common.protocol.records import SCHEMA_VERSION, DiagnosisRecord, Rol
 from atropos_common.system.files import names_in, read_regular
 from atropos_common.system.run_dir import LATEST_TIME, RunDir
 from atropos_tui import __version__
-from atropos_tui.diagnoses import severity_of
 from atropos_tui.monitor.bench import benchmark_state, origin, summary_sections, tokens_per_second
 from atropos_tui.monitor.charts import CHARTS, WRITERS, Along, ChartSpec, CurveSpec
 from atropos_tui.monitor.format import (
@@ -274,7 +273,7 @@ def _diagnosis(record: DiagnosisRecord, state: RunState, status: RunStatus) -> d
     return texts | {
         "time": _clock(record.time),
         "component": masked_line(record.component or ""),
-        "glyph": GLYPHS[severity_of(record)],
+        "glyph": GLYPHS[record.severity],
         "open": "open" if record in open_diagnoses(state, status) else "",
         "over": over,
     }

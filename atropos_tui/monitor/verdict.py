@@ -10,7 +10,7 @@ from typing import Literal
 
 from atropos_common.protocol.control import ComponentStatus, Phase, Role, RunStatus, State
 from atropos_common.protocol.records import CommandRecord, DiagnosisRecord, StateRecord
-from atropos_tui.diagnoses import rule_of, severity_of
+from atropos_tui.diagnoses import rule_of
 from atropos_tui.monitor.bench import pace
 from atropos_tui.monitor.format import Tone, counted, duration, number, one_line
 from atropos_tui.monitor.limits import STEPS, WAITS, Run, limit, rates
@@ -157,7 +157,7 @@ def _diagnosed(run: Run) -> Verdict | None:
     title = one_line(found.title)
     evidence = one_line(found.evidence) if rule_of(found).shows_evidence else ""
     what = f"{title}: {evidence}" if evidence else title
-    return Verdict(severity_of(found), what, _first_words(found.fix), found)
+    return Verdict(found.severity, what, _first_words(found.fix), found)
 
 
 def _first_words(fix: str) -> str:

@@ -155,17 +155,22 @@ def _point(path: Path, config: TrainingConfig, *, exact: bool = True) -> Startin
             f"{config.weight_bridge_mode} trains {wanted[1]}"
         )
     facts = _read_facts(path)
-    settings = dict(facts.get("settings", {}))
     return StartingPoint(
-        facts["step"], facts["weight_version"], path, facts.get("progress", {}), settings, exact
+        facts["step"], facts["weight_version"], path, facts["progress"], facts["settings"], exact
     )
 
 
-FACTS: dict[str, type] = {"step": int, "weight_version": int, "files": dict, "sha256": str}
+FACTS: dict[str, type] = {
+    "step": int,
+    "weight_version": int,
+    "progress": dict,
+    "settings": dict,
+    "files": dict,
+    "sha256": str,
+}
 """Fields of every `trainer_state.json`."""
-EXACT_FACTS: dict[str, type] = {"state": dict}
+EXACT_FACTS: dict[str, type] = {"state": dict, "parts": int, "dtype": str}
 """Further fields for an exact resume."""
-OPTIONAL_FACTS: dict[str, type] = {"progress": dict, "settings": dict}
 
 
 def _read_facts(path: Path) -> dict[str, Any]:
@@ -186,8 +191,7 @@ def _why_damaged(path: Path, *, deep: bool, exact: bool = True) -> str | None:
         if not needed.keys() <= facts.keys():
             return f"{foreign}: {STATE_JSON} lacks fields that an exact resume needs"
         # `type(...) is not kind`: a bool must not pass as an int.
-        known = (needed | OPTIONAL_FACTS).items()
-        if wrong := [name for name, kind in known if type(facts.get(name, kind())) is not kind]:
+        if wrong := [name for name, kind in needed.items() if type(facts[name]) is not kind]:
             return f"{foreign}: {STATE_JSON} has wrong types in {', '.join(wrong)}"
         # `pop`: the digest covers everything but itself.
         if facts.pop("sha256") != _facts_digest(facts):

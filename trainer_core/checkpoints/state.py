@@ -84,14 +84,14 @@ def _saved_state(path: Path, stepper: Stepper) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     facts = json.loads((path / STATE_JSON).read_text())
-    if (parts := facts.get("parts", 1)) != stepper.parts:
+    if (parts := facts["parts"]) != stepper.parts:
         raise UsageError(
             f"--resume {path}: its optimizer state belongs to a policy in {parts} parts, and this "
             f"run has {stepper.parts}. fix: continue with single copy and vllm.tensor_parallel = "
             f"{parts}, or start from its weights alone with --model-name {path} --resume never"
         )
     # bfloat16 and float16 state can be exchanged; float32 weights have no master weights at all.
-    was = facts.get("dtype", stepper.dtype)
+    was = facts["dtype"]
     if was != stepper.dtype and "float32" in (was, stepper.dtype):
         raise UsageError(
             f"--resume {path}: its optimizer state belongs to {was} weights, and this run trains "

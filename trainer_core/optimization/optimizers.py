@@ -260,7 +260,7 @@ class Stepper:
             )
         self._load_optimizer(state["optimizer"])
         self._load_weights(state["weights"])
-        if self.scale is not None and state.get("loss_scale"):
+        if self.scale is not None and state["loss_scale"]:
             self.scale = LossScale(*state["loss_scale"])
 
     def _weights(self) -> dict[str, Any]:
@@ -668,7 +668,7 @@ class Stochastic(_Rounded):
         return {"steps": self._steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._steps = state.get("steps", 0)
+        self._steps = state["steps"]
 
 
 def salt(key: bytes, first: int, device: torch.device) -> torch.Tensor:

@@ -25,7 +25,6 @@ from atropos_common.protocol.record_tail import CHUNK_BYTES, RecordTail, nth_fro
 from atropos_common.protocol.records import Record, StateRecord
 from atropos_common.system.files import read_regular
 from atropos_common.system.run_dir import LATEST_TIME, RunDir
-from atropos_tui.diagnoses import severity_of
 from atropos_tui.monitor.format import counted, one_line, real
 from atropos_tui.monitor.run.series import MOST_STEPS
 from atropos_tui.monitor.run.state import ROLLOUTS_KEPT, RunState
@@ -171,7 +170,7 @@ def component_rows(info: RunInfo, state: RunState) -> list[ComponentStatus]:
             rows[record.component] = _moved(rows.get(record.component), record)
     # Advice is not a fault of the component, so its row does not show it.
     for found in state.standing.values():
-        if (row := rows.get(found.component or "")) and severity_of(found) != "advice":
+        if (row := rows.get(found.component or "")) and found.severity != "advice":
             rows[row.name] = row.model_copy(update={"diagnosis": found.title})
     return list(rows.values())
 

@@ -184,13 +184,6 @@ class RunState:
         if len(self.standing) > DIAGNOSES_KEPT:  # dicts keep insertion order: drop the oldest
             del self.standing[next(iter(self.standing))]
 
-    def _end_of_older(self, move: StateRecord) -> None:
-        # An older version recorded no ends: its diagnoses end when the component is well.
-        if move.new in (State.HEALTHY, State.COMPLETED):
-            for key, found in list(self.standing.items()):
-                if found.component == move.component and not found.severity:
-                    self._over_at[self.standing.pop(key).seq] = move.time
-
     def _apply_trainer(self, record: TrainerRecord) -> None:
         if record.rank != 0 or record.step > MOST_STEPS:
             return  # rank 0 writes for all ranks; larger steps come from damaged or foreign records
@@ -318,7 +311,6 @@ class RunState:
         self.supervisor_seq = record.seq
         if isinstance(record, StateRecord):
             self.transitions.append(record)
-            self._end_of_older(record)
         elif isinstance(record, DiagnosisRecord):
             self._apply_diagnosis(record)
         elif isinstance(record, StageRecord) and record.component:

@@ -258,8 +258,7 @@ def test_beginning_late_reads_little(run: RunDir, capsys: pytest.CaptureFixture[
 def test_without_times_the_files_own_time_counts(
     run: RunDir, clock: Callable[[float], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Runs of earlier versions, a lost index, a foreign file in its place, an index cut
-    anywhere."""
+    """A lost index, a foreign file in its place, an index cut anywhere."""
     interleaved(run, 9, clock)
     for name, hours in (("vllm", 1), ("api", 2), ("env", 3)):
         path = run.log(name, 1)

@@ -27,6 +27,7 @@ from atropos_common.protocol.records import (
     StepRecord,
     TimingRecord,
 )
+from atropos_tui.diagnoses import BY_NAME, UNKNOWN
 from atropos_tui.monitor import limits
 from atropos_tui.monitor.run.run_files import PlannedComponent, RunInfo
 from atropos_tui.monitor.run.state import RunState
@@ -124,6 +125,7 @@ def diagnosed(
     return DiagnosisRecord(
         time=NOW - 0.5,
         rule=rule,
+        severity=BY_NAME.get(rule, UNKNOWN).severity,
         component=component,
         role=ROLES[component],
         title=title,
@@ -282,14 +284,6 @@ def test_what_is_broken_comes_first_then_what_is_wrong_then_advice() -> None:
     )
     other = diagnosed("repetition", "trainer", "the model repeats itself", "lower [trainer] lr")
     assert said(other, flow(0.9, 0.8)).severity == "warning"
-
-
-def test_what_is_recovered_is_no_alarm() -> None:
-    well = StateRecord(
-        time=NOW, component="math", role="env", old="starting", new="healthy", attempt=2
-    )
-    assert said(HUB, flow(0.2, 0.1)).severity == "alarm"
-    assert said(HUB, well, flow(0.2, 0.1), rows=[row("math", since=NOW)]).severity == "healthy"
 
 
 def test_what_is_over_is_no_trouble_any_more() -> None:

@@ -17,7 +17,7 @@ from atropos_common.protocol.control import (
     StageStatus,
     State,
 )
-from atropos_common.protocol.records import DiagnosisRecord, Record, StateRecord
+from atropos_common.protocol.records import DiagnosisRecord, Record
 from atropos_tui.cli import show
 from atropos_tui.monitor.run.run_files import PlannedComponent, RunInfo
 from atropos_tui.monitor.run.state import RunState
@@ -228,26 +228,6 @@ def test_a_diagnosis_is_told_while_it_is_about_what_is_now() -> None:
     assert "fix: less" in paragraph(lives, "vllm")
 
 
-def test_in_an_old_recording_health_ends_a_diagnosis_and_stopping_does_not() -> None:
-    """Versions before wrote neither severity nor ends."""
-
-    def moved(name: str, new: State, at: float) -> StateRecord:
-        return StateRecord(
-            component=name, role=ROLES[name], old="pending", new=new, attempt=1, time=at
-        )
-
-    said = DiagnosisRecord(component="vllm", title="it dies", fix="less", time=NOW - 9)
-    again = row("vllm", State.STARTING, age=5)
-    before = moved("vllm", State.HEALTHY, NOW - 20)
-    assert "fix: less" in paragraph(lines(again, records=[before, said]), "vllm")
-    after = moved("vllm", State.HEALTHY, NOW - 7)
-    assert "fix: less" not in paragraph(lines(again, records=[before, said, after]), "vllm")
-    new = said.model_copy(update={"severity": "warning"})
-    assert "fix: less" in paragraph(lines(again, records=[before, new, after]), "vllm"), (
-        "its end is a record"
-    )
-
-
 def test_every_open_diagnosis_of_a_component_is_told_the_gravest_first() -> None:
     said = [
         DiagnosisRecord(
@@ -273,8 +253,8 @@ def test_a_run_that_ended_well_has_no_open_diagnosis() -> None:
     said = DiagnosisRecord(
         component="trainer", rule="no_batches", title="no batches", time=NOW - 90
     )
-    over = said.model_copy(update={"time": NOW - 60, "over": True, "severity": "warning"})
-    state = state_of(said.model_copy(update={"severity": "warning"}))
+    over = said.model_copy(update={"time": NOW - 60, "over": True})
+    state = state_of(said)
     assert open_diagnoses(state, status_of(Phase.ENDED, 0)) == []
     assert [found.rule for found in open_diagnoses(state, status_of(Phase.ENDED, 3))] == [
         "no_batches"

@@ -444,6 +444,7 @@ async def test_a_lost_node_is_the_sentence_and_says_what_is_done(run: RunDir) ->
         time=NOW - 1,
         component="trainer",
         rule=said.rule,
+        severity=said.severity,
         title=said.title,
         evidence=said.evidence,
         fix=said.fix,

@@ -24,6 +24,7 @@ REFUSED = DiagnosisRecord(
     time=NOW - 5,
     component="trainer",
     rule="rollouts_refused",
+    severity="alarm",
     title="no batches: the engine refuses every request of env",
     evidence="331 of 332 requests were answered 400",
     fix="send top_p=1",

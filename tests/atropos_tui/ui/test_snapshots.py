@@ -122,6 +122,7 @@ def test_mismatch(tmp_path: Path, snap_compare: Callable[..., bool]) -> None:
         time=NOW - 1,
         component="trainer",
         rule="alignment_mismatch",
+        severity="alarm",
         title="trainer and engine disagree about the same tokens",
         evidence="probe |diff| 0.58",
         fix="restart the engine: atropos-tui restart vllm",

@@ -164,6 +164,7 @@ HOWS = [
     "a list",
     "step",
     "progress",
+    "lacks",
 ]
 
 
@@ -196,6 +197,10 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
         case "step" | "progress":  # of another type, with a right checksum
             facts = json.loads(state.read_text()) | {how: "six" if how == "step" else [1]}
             del facts["sha256"]
+            state.write_text(json.dumps(facts | {"sha256": checkpoint._facts_digest(facts)}))
+        case "lacks":
+            facts = json.loads(state.read_text())
+            del facts["sha256"], facts["settings"]
             state.write_text(json.dumps(facts | {"sha256": checkpoint._facts_digest(facts)}))
     assert checkpoint.starting_point(settings).path == good
     assert f"[WARNING] passed over: --resume {bad}: " in capsys.readouterr().out
