@@ -17,13 +17,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from atropos_common.net.body import BodyError, GoneError, read_body
 from atropos_common.net.connections import Connection, connection_of
 from atropos_common.net.http import (
+    accepted_keys,
     allowed_hosts,
-    door_keys,
+    carries_key,
     has_token,
     host_refusal,
     hosts_in,
     key_refusal,
-    opens,
 )
 from atropos_common.protocol.bridge import TOKEN_HEADER
 from atropos_common.system.run_dir import ENV_ALLOWED_HOSTS, ENV_TOKEN
@@ -65,7 +65,7 @@ class Settings:
         """
         hosts = allowed_hosts(bound, hosts_in(env, ENV_ALLOWED_HOSTS))
         token = env.get(ENV_TOKEN, "")
-        return cls(_uids(env), hosts, _max_body(env), token, door_keys(bound, token))
+        return cls(_uids(env), hosts, _max_body(env), token, accepted_keys(bound, token))
 
 
 def _uids(env: Mapping[str, str]) -> frozenset[int] | None:
@@ -102,7 +102,7 @@ class AuthMiddleware:
     async def _request(
         self, connection: Connection | None, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        keyed = opens(Headers(scope=scope).get("authorization"), self._settings.keys)
+        keyed = carries_key(Headers(scope=scope).get("authorization"), self._settings.keys)
         # A key proves the connection for its further requests, which then have the limits of the
         # run's own.
         if connection and keyed:

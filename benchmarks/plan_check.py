@@ -21,9 +21,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from atropos_tui.profile.budget.hardware import Gpu, Hardware
+from atropos_tui.profile.budget.inventory import Gpu, Hardware, Model, build, model_shapes
 from atropos_tui.profile.budget.memory import Budget, make_budget
-from atropos_tui.profile.budget.models import Model, build, model_shapes
 from atropos_tui.profile.sections import parse_profile
 from atropos_tui.profile.site import make_site, training_config
 from benchmarks.support.shapes import SHAPES

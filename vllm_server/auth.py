@@ -18,9 +18,9 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from atropos_common.net.body import BodyError, GoneError, Room, read_body, replayed
+from atropos_common.net.body import BodyBudget, BodyError, GoneError, read_body, replayed
 from atropos_common.net.connections import Connection, connection_of
-from atropos_common.net.http import has_token, host_refusal, key_refusal, opens, page_refusal
+from atropos_common.net.http import carries_key, has_token, host_refusal, key_refusal, page_refusal
 from atropos_common.protocol.bridge import (
     ENV_OPEN_GENERATION,
     GONE_STATUS,
@@ -194,8 +194,8 @@ class Access:
     """SIGTERM or SIGINT has arrived."""
     held_bytes: int = 0
     """Bytes of the bodies that wait for the hold."""
-    room: Room = field(default_factory=lambda: Room(MAX_HELD))
-    foreign_room: Room = field(default_factory=lambda: Room(MAX_FOREIGN))
+    budget: BodyBudget = field(default_factory=lambda: BodyBudget(MAX_HELD))
+    foreign_room: BodyBudget = field(default_factory=lambda: BodyBudget(MAX_FOREIGN))
     """For bodies over connections of others."""
     signals: tuple[signal.Signals, ...] = ()
     """Signals to watch; empty once they are watched."""
@@ -266,15 +266,15 @@ class AuthMiddleware:
         trusted = has_token(headers, door.token)
         own = trusted or door.for_everyone or (connection is not None and connection.own)
         # The key is compared only on connections that are not the run's own yet.
-        own = own or opens(headers.get("authorization"), door.keys)
+        own = own or carries_key(headers.get("authorization"), door.keys)
         if connection and own:
             connection.prove()
         refusal = _refusal(door, scope, headers, kind, trusted=trusted, own=own)
         if refusal is None and scope["type"] == "http":
-            room = None if trusted else door.room if own else door.foreign_room
+            budget = None if trusted else door.budget if own else door.foreign_room
             timeout_s = connection.body_timeout_s if connection else None
             try:
-                scope, receive = await read_body(scope, receive, MAX_BODY, room, timeout_s)
+                scope, receive = await read_body(scope, receive, MAX_BODY, budget, timeout_s)
             except GoneError:
                 return
             except BodyError as error:

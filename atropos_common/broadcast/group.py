@@ -33,7 +33,7 @@ POLL_S = 0.0002
 # Polls become rare after this.
 BRISK_S = 0.05
 # Seconds between checks of the trainer's store.
-LOOK_S = 0.1
+STORE_CHECK_S = 0.1
 MAC_BYTES = 32
 NCCL_ID_BYTES = 128
 # An abort can itself wait for the device; then its thread is abandoned.
@@ -206,8 +206,7 @@ class Lifeline:
         except RuntimeError as error:
             raise LinkError(
                 f"no trainer at {self._where} (phase rendezvous: {first_line(error)}). Is it "
-                f"alive, and does "
-                "MASTER_ADDR name an address of its machine that this one reaches?"
+                "alive, and does MASTER_ADDR name an address of its machine that this one reaches?"
             ) from None
         # The trainer sets `go` when every rank has reported.
         self.until(lambda: self.store.check(["go"]), "rendezvous", "the others did not come")
@@ -227,7 +226,7 @@ class Lifeline:
             now = time.monotonic()
             # The trainer sets `off` when it gives up, so that ranks do not wait for the whole
             # timeout.
-            if now - looked > LOOK_S:
+            if now - looked > STORE_CHECK_S:
                 looked = now
                 if self._ask(lambda: self.store.check(["off"]), phase):
                     raise LinkError(f"the trainer gave this group up (phase {phase})")
@@ -250,13 +249,13 @@ def gpu_of(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
-LINE = 900
+MESSAGE_LENGTH = 900
 """Characters of an error message."""
 
 
 def first_line(error: BaseException) -> str:
     """Without torch's C++ stack; the type of an empty message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:LINE]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:MESSAGE_LENGTH]
 
 
 class NcclError(RuntimeError):

@@ -80,9 +80,8 @@ def why_not_served(
     longest = longest or config.get("max_position_embeddings")
     if kind == "cohere2" and window and (longest is None or longest > window):
         return (
-            f"vLLM {release.version} reads one token fewer than Cohere 2's windows were "
-            f"trained with, in each sequence "
-            f"of more than {window} tokens",
+            f"vLLM {release.version} reads one token fewer than Cohere 2's windows were trained "
+            f"with, in each sequence of more than {window} tokens",
             f"{newer}, or set max_model_len = {window}",
         )
     return None

@@ -244,9 +244,8 @@ def why_not_spread(config: Mapping[str, Any]) -> tuple[str, str] | None:
     """Reason and fix if the model does not train on several ranks."""
     if carries_state(config):
         return (
-            "its layers carry a state from token to token, so sequences are computed one by "
-            "one, and each rank would "
-            "have another number of them",
+            "its layers carry a state from token to token, so sequences are computed one by one, "
+            "and each rank would have another number of them",
             "train it on one GPU",
         )
     return None

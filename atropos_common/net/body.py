@@ -14,7 +14,7 @@ _GZIP = 16 + zlib.MAX_WBITS
 _PIECE = 1024 * 1024
 """Bytes unpacked at a time."""
 # Bytes of a body without a Content-Length: programs that send more know the length.
-UNTOLD = 4 * 1024 * 1024
+UNSIZED_LIMIT = 4 * 1024 * 1024
 # Bytes of a body that need no memory budget.
 _SMALL = 64 * 1024
 
@@ -31,7 +31,7 @@ class GoneError(Exception):
     """The client disconnected before the end of its body."""
 
 
-class Room:
+class BodyBudget:
     """Memory budget in bytes for all bodies in flight."""
 
     def __init__(self, limit: int) -> None:
@@ -53,14 +53,14 @@ async def read_body(
     scope: Scope,
     receive: Receive,
     limit: int,
-    room: Room | None = None,
+    budget: BodyBudget | None = None,
     timeout_s: float | None = None,
 ) -> tuple[Scope, Receive]:
     """Read the whole body; return the request with an unpacked body.
 
     Args:
         limit: largest body in bytes, sent and unpacked.
-        room: memory budget until the body is complete.
+        budget: memory budget until the body is complete.
         timeout_s: seconds for the whole body; None: no limit.
 
     Raises:
@@ -75,11 +75,11 @@ async def read_body(
     if not length and "transfer-encoding" not in headers:
         return scope, receive
     packed = "gzip" in headers.get("content-encoding", "").lower()
-    sent = limit if length else min(limit, UNTOLD)
+    sent = limit if length else min(limit, UNSIZED_LIMIT)
     try:
         async with asyncio.timeout(timeout_s):
             pieces = await _collect(
-                receive, sent, Gunzip(limit) if packed else None, room or Room(2 * limit)
+                receive, sent, Gunzip(limit) if packed else None, budget or BodyBudget(2 * limit)
             )
     except TimeoutError:
         raise BodyError(408, f"the body did not arrive within {timeout_s:.0f} s") from None
@@ -106,7 +106,9 @@ def replayed(messages: list[Message], receive: Receive) -> Receive:
     return next_message
 
 
-async def _collect(receive: Receive, limit: int, gunzip: Gunzip | None, room: Room) -> list[bytes]:
+async def _collect(
+    receive: Receive, limit: int, gunzip: Gunzip | None, budget: BodyBudget
+) -> list[bytes]:
     pieces: list[bytes] = []
     size, kept, taken, more = 0, 0, 0, True
     try:
@@ -118,17 +120,17 @@ async def _collect(receive: Receive, limit: int, gunzip: Gunzip | None, room: Ro
             size += len(body)
             if size > limit:
                 raise _too_large(
-                    limit, "as sent" + (": send a Content-Length" if limit == UNTOLD else "")
+                    limit, "as sent" + (": send a Content-Length" if limit == UNSIZED_LIMIT else "")
                 )
             for piece in gunzip.feed(body) if gunzip else [body]:
                 pieces.append(piece)
                 kept += len(piece)
                 # Reserve what this request holds beyond the free part, in steps as it grows.
                 wanted = max(kept - _SMALL, 0) - taken
-                room.take(wanted)
+                budget.take(wanted)
                 taken += wanted
     finally:
-        room.give_back(taken)
+        budget.give_back(taken)
     if gunzip and size:
         gunzip.finish()
     return pieces

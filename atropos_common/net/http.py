@@ -44,31 +44,31 @@ LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 _WILDCARD_HOSTS = frozenset({"", "0.0.0.0", "::"})
 
 
-DOOR_USER = "atropos"
+KEY_USER = "atropos"
 
 
-def door_key(token: str) -> str:
+def run_key(token: str) -> str:
     """Key of a run, from which its token cannot be computed."""
     # One-way: an environment that has the key cannot compute the token.
     return hmac.digest(token.encode(), b"door", "sha256").hex()
 
 
-def door_headers(env: Mapping[str, str]) -> dict[str, str]:
+def key_headers(env: Mapping[str, str]) -> dict[str, str]:
     """Headers of a component for the run's servers; empty on a single machine."""
     return {"Authorization": f"Bearer {key}"} if (key := env.get(ENV_DOOR_KEY)) else {}
 
 
-def door_keys(bound: str, token: str) -> frozenset[str]:
+def accepted_keys(bound: str, token: str) -> frozenset[str]:
     """Keys that a server accepts; empty without a token or on the loopback."""
     return frozenset() if not token or is_loopback(bound) else run_keys(token)
 
 
 def run_keys(token: str) -> frozenset[str]:
     """Secrets of the requests of a run."""
-    return frozenset({token, door_key(token)})
+    return frozenset({token, run_key(token)})
 
 
-def opens(authorization: str | None, keys: Collection[str]) -> bool:
+def carries_key(authorization: str | None, keys: Collection[str]) -> bool:
     scheme, _, given = (authorization or "").partition(" ")
     if scheme.lower() == "basic":
         try:
@@ -94,9 +94,8 @@ def key_refusal(what: str) -> tuple[int, str]:
     """HTTP status and reason."""
     return 401, (
         f"{what} is open to other machines, so it requires the run's key: send it as "
-        f"`Authorization: Bearer KEY` "
-        "(components have it in ATROPOS_DOOR_KEY; the token that the run was started with "
-        "works too)"
+        "`Authorization: Bearer KEY` (components have it in ATROPOS_DOOR_KEY; the token that the "
+        "run was started with works too)"
     )
 
 

@@ -196,8 +196,7 @@ def read_manifest(path: Path) -> Manifest:
         if version != MANIFEST_VERSION:
             raise ManifestError(
                 f"{path}: manifest version {version}, this trainer reads {MANIFEST_VERSION}; "
-                f"server and trainer must "
-                "be of the same release of atropos-tui"
+                "server and trainer must be of the same release of atropos-tui"
             )
         return Manifest.model_validate_json(raw)
     except ValidationError as error:

@@ -33,10 +33,7 @@ def _encode_float(value: float) -> float | str:
     return value
 
 
-Number = Annotated[
-    float,
-    PlainSerializer(_encode_float, return_type=float | str, when_used="json"),
-]
+Number = Annotated[float, PlainSerializer(_encode_float, return_type=float | str, when_used="json")]
 """Float, finite or not."""
 
 
@@ -474,12 +471,10 @@ class AlignmentRecord(TrainerRecord):
     ] = None
     kl_k3: Number | None = None
     train_mean: Annotated[
-        Number | None,
-        Metric("Mean logprob by the trainer", "logprobs/training_mean", smooth=True),
+        Number | None, Metric("Mean logprob by the trainer", "logprobs/training_mean", smooth=True)
     ] = None
     inference_mean: Annotated[
-        Number | None,
-        Metric("Mean logprob by the engine", "logprobs/inference_mean", smooth=True),
+        Number | None, Metric("Mean logprob by the engine", "logprobs/inference_mean", smooth=True)
     ] = None
     tokens: int = 0
     probe_diff_abs_mean: Annotated[

@@ -17,7 +17,7 @@ import aiohttp
 from atroposlib.envs.base import BaseEnv
 from tenacity import RetryError
 
-from atropos_common.net.http import DOOR_USER
+from atropos_common.net.http import KEY_USER
 from atropos_common.protocol.records import (
     FLAT,
     REFUSED,
@@ -65,7 +65,7 @@ class KeyedUrl(str):
     # logs, stays the plain address.
     def __format__(self, form: str) -> str:
         scheme, mark, rest = self.partition("://")
-        return format(f"{scheme}{mark}{DOOR_USER}:{self.key}@{rest}", form)
+        return format(f"{scheme}{mark}{KEY_USER}:{self.key}@{rest}", form)
 
 
 def with_run_key(config: Any, server_configs: Any, key: str) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from atropos_common.net.http import door_headers
+from atropos_common.net.http import key_headers
 from atropos_common.system.run_dir import RunDir
 from atropos_envs import EnvFault
 
@@ -92,7 +92,7 @@ class Registration:
         Raises:
             aiohttp.ClientError, TimeoutError: no answer in `TRIES` tries.
         """
-        headers = {"Content-Type": "application/json", **door_headers(os.environ)}
+        headers = {"Content-Type": "application/json", **key_headers(os.environ)}
         for left in reversed(range(TRIES)):
             try:
                 url = f"{self._url}/scored_data"
@@ -205,7 +205,7 @@ class Registration:
         self, method: str, path: str, body: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         # The run's key, if run-api is behind one.
-        key = door_headers(os.environ)
+        key = key_headers(os.environ)
         async with self.http().request(
             method, self._url + path, json=body, timeout=REQUEST_TIMEOUT, headers=key
         ) as response:

@@ -9,10 +9,10 @@ from atropos_common.net.ports import is_loopback, is_wildcard
 from atropos_tui.cluster.machines import foreseen
 from atropos_tui.errors import Problem
 from atropos_tui.profile.budget.memory import VLLM_FRACTION
-from atropos_tui.profile.errors import counted, did_you_mean
-from atropos_tui.profile.seats import Seat, host_names
+from atropos_tui.profile.errors import counted, did_you_mean, gpu_named_twice, one_engine_fed
+from atropos_tui.profile.placement import Placement, host_names
 from atropos_tui.profile.sections import Profile
-from atropos_tui.profile.site import trainer_ranks, trainer_seats, traits_of
+from atropos_tui.profile.site import trainer_placements, trainer_ranks, traits_of
 
 ADD_CLUSTER = 'add [cluster] with launcher = "slurm", "ssh", "kubernetes" or "ray", or leave it out'
 
@@ -26,8 +26,8 @@ def check_nodes(profile: Profile) -> list[Problem]:
     if wrong:
         return wrong
     return [
-        *_engine_seats(profile),
-        *_trainer_seats(profile),
+        *_engine_placements(profile),
+        *_trainer_placements(profile),
         *crowded(profile),
         *_single_copy(profile),
         *_ports(profile),
@@ -129,38 +129,32 @@ def _known(profile: Profile) -> Iterator[Problem]:
             )
 
 
-def _engine_seats(profile: Profile) -> Iterator[Problem]:
-    for index, (section, made) in enumerate(zip(profile.vllm, profile.seated, strict=True)):
+def _engine_placements(profile: Profile) -> Iterator[Problem]:
+    for index, (section, made) in enumerate(zip(profile.vllm, profile.placed, strict=True)):
         key, node = f"vllm.{index}", section.node or profile.node[0].name
         there = max(profile.machines[host] for host in profile.hosts_named(section.node))
         if beyond := [gpu for gpu in section.gpus if gpu >= there]:
             yield Problem(*_beyond(beyond, node, there), key=f"{key}.gpus")
             continue
         if len(set(section.gpus)) < len(section.gpus):
-            yield Problem(
-                f"names a GPU twice: {section.gpus}", "name each GPU once", key=f"{key}.gpus"
-            )
+            yield gpu_named_twice(section.gpus, f"{key}.gpus")
             continue
         if wrong := _spread(profile, index):
             yield wrong
             continue
         if len(made) > 1 and index == 0 and not traits_of(profile).feeds_all:
             fix = 'set replicas = 1 and as many GPUs as one takes, or use mode = "broadcast"'
-            yield Problem(
-                f"{len(made)} engines, and the trainer feeds one in this mode",
-                fix,
-                key=f"{key}.replicas",
-            )
+            yield one_engine_fed(len(made), fix, f"{key}.replicas")
             continue
         wanted = section.gpus_needed
         short = [
-            (engine, seats)
-            for engine, seats in made
-            if sum(len(seat.gpus) for seat in seats) < wanted
+            (engine, placements)
+            for engine, placements in made
+            if sum(len(placement.gpus) for placement in placements) < wanted
         ]
         if there and short:  # without GPUs the stack runs on CPUs
-            engine, seats = short[0]
-            got = sum(len(seat.gpus) for seat in seats)
+            engine, placements = short[0]
+            got = sum(len(placement.gpus) for placement in placements)
             yield Problem(
                 f"{engine.name} needs {counted(wanted, 'GPU')}, and {got or 'none'} "
                 f"{'is' if got < 2 else 'are'} left for it on {node}, where each machine has "
@@ -174,7 +168,7 @@ def _engine_seats(profile: Profile) -> Iterator[Problem]:
 def _spread(profile: Profile, index: int) -> Problem | None:
     section, parts = (
         profile.vllm[index],
-        len(next((seats for _, seats in profile.seated[index]), [])),
+        len(next((placements for _, placements in profile.placed[index]), [])),
     )
     key, node = f"vllm.{index}", section.node or profile.node[0].name
     wanted, there, workers = (
@@ -223,8 +217,8 @@ def _beyond(gpus: list[int], node: str, there: int) -> tuple[str, str]:
     )
 
 
-def _trainer_seats(profile: Profile) -> Iterator[Problem]:
-    trainer, seats = profile.trainer, trainer_seats(profile)
+def _trainer_placements(profile: Profile) -> Iterator[Problem]:
+    trainer, placements = profile.trainer, trainer_placements(profile)
     node = trainer.node or profile.node[0].name
     # All machines of a [[node]] have the same number of GPUs.
     there = max(profile.machines[host] for host in profile.hosts_named(trainer.node))
@@ -233,24 +227,26 @@ def _trainer_seats(profile: Profile) -> Iterator[Problem]:
         return
     # Either every machine of the trainer has GPUs or none has; on a CPU trainer GPUs are not
     # needed.
-    bare = [seat.node for seat in seats if not seat.gpus]
-    if (any(seat.gpus for seat in seats) and bare) or (
+    bare = [placement.node for placement in placements if not placement.gpus]
+    if (any(placement.gpus for placement in placements) and bare) or (
         there and bare and trainer.settings.get("device") != "cpu"
     ):
         reason = f"no GPU is left for the trainer on {', '.join(bare[:3])}"
         fix = "give engines fewer GPUs, set trainer.gpus, or set trainer.node to separate machines"
         yield Problem(reason, fix, key="trainer.node")
         return
-    ranks, gpus = trainer_ranks(profile), sum(len(seat.gpus) for seat in seats)
+    ranks, gpus = trainer_ranks(profile), sum(len(placement.gpus) for placement in placements)
     if gpus and ranks != gpus:
-        counts = f"{counted(gpus, 'GPU')} on {counted(len(seats), 'machine')}"
+        counts = f"{counted(gpus, 'GPU')} on {counted(len(placements), 'machine')}"
         reason = f"{counted(ranks, 'rank')} and {counts}: each rank needs one GPU"
         yield Problem(reason, f"set it to {gpus}, or leave it out", key="trainer.processes")
-    elif ranks % len(seats):
-        reason = f"{counted(ranks, 'rank')} cannot be divided evenly among {len(seats)} machines"
+    elif ranks % len(placements):
+        reason = (
+            f"{counted(ranks, 'rank')} cannot be divided evenly among {len(placements)} machines"
+        )
         yield Problem(
             reason,
-            f"set it to a multiple of {len(seats)}, or leave it out",
+            f"set it to a multiple of {len(placements)}, or leave it out",
             key="trainer.processes",
         )
 
@@ -260,10 +256,17 @@ def crowded(profile: Profile) -> Iterator[Problem]:
     broadcast and an engine."""
     on: defaultdict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
     own = {("", gpu) for gpu in profile.trainer.gpus if not profile.is_spread}
-    own |= {(seat.node, gpu) for seat in trainer_seats(profile) for gpu in seat.gpus}
-    for index, (section, made) in enumerate(zip(profile.vllm, profile.seated, strict=True)):
+    own |= {
+        (placement.node, gpu) for placement in trainer_placements(profile) for gpu in placement.gpus
+    }
+    for index, (section, made) in enumerate(zip(profile.vllm, profile.placed, strict=True)):
         there = {("", gpu) for gpu in section.gpus if not profile.is_spread}
-        there |= {(seat.node, gpu) for _, seats in made for seat in seats for gpu in seat.gpus}
+        there |= {
+            (placement.node, gpu)
+            for _, placements in made
+            for placement in placements
+            for gpu in placement.gpus
+        }
         # With a fixed cache size vLLM does not use its share of the GPU.
         if section.flag("kv-cache-memory-bytes") is None:
             for place in there:
@@ -371,9 +374,11 @@ def _probes(profile: Profile) -> Iterator[Problem]:
 def unused_gpus(profile: Profile) -> dict[str, int]:
     """Machine -> number of unused GPUs."""
     taken: defaultdict[str, set[int]] = defaultdict(set)
-    seats: list[Seat] = [seat for made in profile.seated for _, each in made for seat in each]
-    for seat in [*seats, *trainer_seats(profile)]:
-        taken[seat.node].update(seat.gpus)
+    placements: list[Placement] = [
+        placement for made in profile.placed for _, each in made for placement in each
+    ]
+    for placement in [*placements, *trainer_placements(profile)]:
+        taken[placement.node].update(placement.gpus)
     return {
         host: count - len(taken[host])
         for host, count in profile.machines.items()

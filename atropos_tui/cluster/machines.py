@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import product
 
 from atropos_tui.errors import Problem
-from atropos_tui.profile.seats import host_names
+from atropos_tui.profile.placement import host_names
 from atropos_tui.profile.sections import ClusterSection, Profile
 from atropos_tui.profile.spec import Node, Place
 

@@ -8,7 +8,7 @@ import time
 
 import httpx
 
-from atropos_common.net.http import LIMITS, certificates, door_headers
+from atropos_common.net.http import LIMITS, certificates, key_headers
 
 PATIENCE_S = 10.0
 """Limit of a whole response, in seconds."""
@@ -24,7 +24,7 @@ def asking(url: str, timeout_s: float) -> httpx.Client:
         limits=LIMITS,
         trust_env=False,
         follow_redirects=True,
-        headers=door_headers(os.environ),
+        headers=key_headers(os.environ),
         verify=certificates(url or "http:"),
     )
 

@@ -1,8 +1,5 @@
-"""Wording of a profile's problems: pydantic's errors become problems with file, key, reason and
-fix.
-
-A user's text is escaped and cut, so that no value can forge a line of a report.
-"""
+"""Wording of a profile's problems. A user's text is escaped and cut, so that no value can forge a
+line of a report."""
 
 from __future__ import annotations
 
@@ -28,14 +25,12 @@ from atropos_tui.profile.schema import (
 MAX_SHOWN = 60
 """Shown characters of a value or key."""
 MAX_LISTED = 200
-"""Limit of listed problems."""
 MAX_CHOICES = 40
-"""Limit of known keys that a fix lists."""
+"""Known keys that a fix lists."""
 _BARE_KEY = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_SHOWN}}}")
 
 
 def refused(problems: list[Problem], title: str = "invalid profile") -> UserError:
-    """Return all problems as one error."""
     # A large wrong file may have thousands of problems.
     listed = problems[:MAX_LISTED]
     if more := problems[MAX_LISTED:]:
@@ -45,7 +40,6 @@ def refused(problems: list[Problem], title: str = "invalid profile") -> UserErro
 
 @contextmanager
 def in_words(file: str) -> Iterator[None]:
-    """Turn every exception of a malformed profile into a message that names the file."""
     try:
         yield
     except UserError:
@@ -125,14 +119,14 @@ def key_text(path: Sequence[str | int], data: Any) -> str:
 
 
 OTHER_NAMES = {"learning_rate": "lr", "max_steps": "training_steps", "steps": "training_steps"}
-"""Names of keys in other trainers, and ours."""
+"""Names in other trainers -> ours."""
 
 
 FLAGS_OF = {"env": "the environment", "vllm": "vLLM"}
 
 
 def did_you_mean(word: str, known: Collection[str], most: int = 1) -> str:
-    """ "did you mean NEAREST? " with up to `most` names, or ""."""
+    """A question with up to `most` names, or an empty string."""
     if (meant := OTHER_NAMES.get(word)) in known:
         return f"did you mean {meant}? "
     near = nearest_names(word, known, most)
@@ -149,7 +143,6 @@ _BARE_VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")
 
 
 def in_braces(path: str) -> str:
-    """Fix for a path with `$NAME`, which is not replaced."""
     braced = _BARE_VARIABLE.sub(r"${\1}", path)
     return f"put the variable in braces: {braced}" if braced != path else ""
 
@@ -160,8 +153,16 @@ def nearest_names(
     return difflib.get_close_matches(word[:100], known, n=most, cutoff=cutoff)
 
 
+def gpu_named_twice(gpus: list[int], key: str) -> Problem:
+    return Problem(f"names a GPU twice: {gpus}", "name each GPU once", key=key)
+
+
+def one_engine_fed(engines: int, fix: str, key: str) -> Problem:
+    reason = f"{engines} engines, and the trainer feeds one in this mode"
+    return Problem(reason, fix, key=key)
+
+
 def _in_other_tables(path: KeyPath, schema: Schema) -> str:
-    """ "did you mean trainer.lr? " for a key in the wrong table."""
     word = str(path[-1])
     names = {word, OTHER_NAMES.get(word, word)}
     found = [
@@ -182,7 +183,7 @@ def problems_of(
     problem: Callable[[str, str, KeyPath, str], Problem],
     below: KeyPath = (),
 ) -> list[Problem]:
-    """Return one problem for each key, in pydantic's order.
+    """One problem for each key, in pydantic's order.
 
     Args:
         problem: factory from reason, fix, path and key.
@@ -238,7 +239,6 @@ def _steps(node: Any, part: str | int, *, flags: bool) -> KeyPath | None:
 def _explained(
     path: KeyPath, item: dict[str, Any], data: Any, schema: Schema
 ) -> Iterator[tuple[str, str, str]]:
-    """Reason, fix, and the suffix of the key within the value."""
     kind, context = str(item["type"]), item.get("ctx", {})
     # Our own validators already have reason and fix (sections.mistake).
     if kind == "mistake":

@@ -1,15 +1,15 @@
-"""From files to one table: find a profile, read its TOML, merge what it `extends`, apply `--set`.
+"""A profile's tables: find the file, read TOML, merge what it `extends`, apply `--set`.
 
-Tables merge key by key, and the extending profile wins; a list replaces the whole list. `Origins`
-remembers the file of each key.
+Tables merge key by key, and the extending profile wins; a list replaces the whole list.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ import platformdirs
 from atropos_tui.errors import Problem, UserError
 from atropos_tui.profile.errors import did_you_mean, nearest_names, printable, value_text
 from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
-from atropos_tui.profile.toml_lines import key_lines, line_of, parse_toml, why_not_toml
 
 MAX_PROFILE_BYTES = 1024 * 1024
 """Bytes; a larger file is probably a model."""
@@ -45,8 +44,7 @@ class Origins:
     _lines: dict[str, dict[KeyPath, int]] = field(default_factory=dict, compare=False)
 
     def of(self, path: Sequence[str | int]) -> str:
-        """Place of a key, else of the nearest table around it. An index of `[[env]]` works for a
-        single `[env]` too."""
+        """File of a key, else of the nearest table around it."""
         for length in range(len(path), 0, -1):
             here = tuple(path[:length])
             single = here[:1] + here[2:] if length > 2 and isinstance(here[1], int) else here
@@ -55,7 +53,6 @@ class Origins:
         return self.main
 
     def problem(self, reason: str, fix: str, path: Sequence[str | int], key: str) -> Problem:
-        """A problem at `path`, with file and line."""
         file = self.of(path)
         if file not in self._lines:
             self._lines[file] = key_lines(self.texts.get(file, ""))
@@ -87,7 +84,6 @@ def _replace_program(base: dict[str, Any], over: dict[str, Any]) -> None:
 
 
 def cache_dir() -> Path:
-    """Folder for files that outlive a run."""
     return Path(os.environ.get(CACHE) or platformdirs.user_cache_dir("atropos-tui"))
 
 
@@ -118,12 +114,11 @@ def find_profile(name_or_path: str) -> Path:
 
 
 def _is_file(path: Path) -> bool:
-    """Return True for a regular file; os.path never raises, whatever the name."""
+    # os.path never raises, whatever the name.
     return os.path.isfile(path)  # noqa: PTH113
 
 
 def expand_home(text: str) -> Path:
-    """Expand a leading `~`; os.path never raises."""
     return Path(os.path.expanduser(text))  # noqa: PTH111
 
 
@@ -279,10 +274,7 @@ def _merge(
 
 
 def apply_sets(data: dict[str, Any], sets: Sequence[str], origins: Origins | None = None) -> None:
-    """Apply overrides in place.
-
-    `[[env]]` and `[[vllm]]` are reached by index (`vllm.1.port=9002`), or as their first entry
-    (`vllm.port=9002`).
+    """Apply overrides. `vllm.1.port=9002` reaches an entry by index, `vllm.port=9002` the first.
 
     Raises:
         UserError: not KEY=VALUE, or the key leads through a value that is no table.
@@ -347,3 +339,188 @@ def _assign(data: dict[str, Any], parts: list[str], value: Any, key: str) -> Key
 
 def _invalid_set(reason: str, fix: str, key: str) -> UserError:
     return UserError("invalid --set", [Problem(reason, fix, SET, key)])
+
+
+# `tomllib` returns no positions: each statement is parsed alone, once a problem is reported.
+MAX_STATEMENT_LINES = 200
+"""Lines of one value; keys after a longer one get no line number."""
+MOST_CHARACTERS = 1024 * 1024
+MOST_DOTS = 1000
+_POSITION = re.compile(r"\s*\(at (?:line (\d+), column (\d+)|end of document)\)$")
+_YAML = re.compile(r"\s*(?:- |---\s*$|[\w.-]+:(?:\s|$))")
+_OTHER_WORDS = {
+    "True": "true",
+    "False": "false",
+    "yes": "true",
+    "no": "false",
+    "on": "true",
+    "off": "false",
+}
+"""Booleans of other languages -> TOML."""
+_NOTHING = ("None", "null", "nil", "~")
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Raises:
+    ValueError: not TOML, or larger than a profile.
+    RecursionError: nested too deep.
+    """
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"more than {MOST_CHARACTERS:,} characters")
+    # tomllib's time grows with the square of a key's parts: 64 KB in one key take a minute.
+    if any(line.count(".") > MOST_DOTS for line in text.splitlines()):
+        raise ValueError(f"a line with more than {MOST_DOTS:,} dots")
+    return tomllib.loads(text)
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A table header, or a key with its value."""
+
+    path: KeyPath
+    """Key from the top of the file; an entry of `[[env]]` has its index."""
+    line: int
+    """First line, counted from 1."""
+    last: int
+    is_table: bool
+
+
+def key_lines(text: str) -> dict[KeyPath, int]:
+    """Line of each key and table; environment flags are split at their dots."""
+    lines: dict[KeyPath, int] = {}
+    for statement in statements(text):
+        lines.setdefault(_nested(statement.path), statement.line)
+    return lines
+
+
+def line_of(lines: dict[KeyPath, int], path: KeyPath) -> int | None:
+    """Line of `path`, else of the nearest table around it."""
+    # From the key itself outwards: a missing key is reported at its table.
+    for length in range(len(path), 0, -1):
+        here = path[:length]
+        single = here[:1] + here[2:] if length > 1 and here[1] == 0 else here
+        if (line := lines.get(here, lines.get(single))) is not None:
+            return line
+    return None
+
+
+def statements(text: str) -> Iterator[Statement]:
+    """Statements in order, up to the first that does not parse or is too long."""
+    rows = text.splitlines()
+    table: KeyPath = ()
+    counts: dict[KeyPath, int] = {}
+    start = 0
+    while start < len(rows):
+        if not rows[start].strip() or rows[start].lstrip().startswith("#"):
+            start += 1
+            continue
+        found = _parse_from(rows, start)
+        if found is None:
+            return
+        data, end = found
+        header = rows[start].lstrip().startswith("[")
+        if header:
+            is_entry = rows[start].lstrip().startswith("[[")
+            table = path = _indexed(_path_of(data), counts, is_entry=is_entry)
+        else:
+            path = (*table, *_written_path(rows[start], data))
+        yield Statement(path, start + 1, end, header)
+        start = end
+
+
+def _parse_from(rows: list[str], start: int) -> tuple[dict[str, Any], int] | None:
+    """Data of the statement that begins at `start`, and the index of the row after it."""
+    # A value may span lines, so rows are added until the text parses.
+    for end in range(start + 1, min(len(rows), start + MAX_STATEMENT_LINES) + 1):
+        try:
+            return parse_toml("\n".join(rows[start:end])), end
+        except (ValueError, RecursionError):
+            continue
+    return None
+
+
+def _path_of(data: Any) -> tuple[str, ...]:
+    path: tuple[str, ...] = ()
+    while isinstance(data, dict) and data:
+        ((key, data),) = data.items()
+        path += (key,)
+    return path
+
+
+def _written_path(row: str, data: dict[str, Any]) -> tuple[str, ...]:
+    """Keys of `a.b = value`, without those of an inline table."""
+    try:
+        # The key alone, with a value that is no table.
+        return _path_of(parse_toml(f"{row.partition('=')[0]} = 0"))
+    except ValueError:  # an equals sign within a quoted key
+        return tuple(data)[:1]
+
+
+def _indexed(path: tuple[str, ...], counts: dict[KeyPath, int], *, is_entry: bool) -> KeyPath:
+    full: KeyPath = ()
+    for depth, key in enumerate(path, 1):
+        full += (key,)
+        if is_entry and depth == len(path):
+            counts[full] = counts.get(full, -1) + 1
+        if full in counts:
+            full += (counts[full],)
+    return full
+
+
+def _nested(path: KeyPath) -> KeyPath:
+    if path[:1] != ("env",) or "args" not in path:
+        return path
+    at = path.index("args") + 1
+    return (*path[:at], *(word for part in path[at:] for word in str(part).split(".")))
+
+
+def why_not_toml(text: str, error: ValueError) -> tuple[str, str, int | None]:
+    message = str(error)
+    position = _POSITION.search(message)
+    rows = text.splitlines()
+    line = int(position[1]) if position and position[1] else len(rows) if position else None
+    reason = f"not TOML: {message[: position.start()] if position else message}"
+    if position and position[2]:
+        reason += f" (column {position[2]})"
+    row = rows[line - 1] if line and line <= len(rows) else ""
+    if text.lstrip().startswith("{"):
+        return "not TOML: this is JSON", "write TOML: `key = value` lines below [table] headers", 1
+    if twice := _given_twice(text, line):
+        return (*twice, line)
+    value = row.partition("=")[2].partition("#")[0].strip()
+    if value in _OTHER_WORDS:
+        return f"not TOML: {value} is not a value", f"write {_OTHER_WORDS[value]}", line
+    if value in _NOTHING:
+        return (
+            f"not TOML: {value} is not a value",
+            "remove the line: the key then has its default",
+            line,
+        )
+    # Common mistakes get their own reason instead of tomllib's.
+    if "=" not in row and not row.lstrip().startswith("[") and _YAML.match(row):
+        return (
+            "not TOML: this is YAML",
+            "write TOML: `key = value` lines below [table] headers",
+            line,
+        )
+    if re.fullmatch(r"[A-Za-z_~./$][\w./~${}:-]*", value):
+        return f"not TOML: {value} is not a value", f'put text in quotes: "{value}"', line
+    return reason, "correct the syntax there", line
+
+
+def _given_twice(text: str, line: int | None) -> tuple[str, str] | None:
+    first: dict[tuple[KeyPath, bool], int] = {}
+    for statement in statements(text):
+        key = (statement.path, statement.is_table)
+        name = ".".join(str(part) for part in statement.path)
+        if statement.last == line and key in first:
+            if statement.is_table:
+                reason = (
+                    f"not TOML: the table [{name}] is there twice, in lines {first[key]} and "
+                    f"{statement.line}"
+                )
+                return reason, "put all its keys into one of them"
+            reason = f"not TOML: {name} is set twice, in lines {first[key]} and {statement.line}"
+            return reason, "remove one of them"
+        first.setdefault(key, statement.line)
+    return None

@@ -26,17 +26,19 @@ from atropos_common.system.run_dir import (
     ENV_CHECKPOINTS,
     ENV_ENGINE_URLS,
     ENV_HOLD_GENERATION,
+    ENV_LOGDIR,
     ENV_MODEL,
     ENV_NODE_ADDRESS,
     ENV_RANKS_DIR,
     ENV_REFILL,
     ENV_SEQUENCES,
     ENV_TRAINER_HOSTS,
+    ENV_WEIGHT_UPDATES,
     NO_UPDATE_CODE,
 )
 from atropos_tui.profile.load import shipped_profiles
+from atropos_tui.profile.placement import Placement, host_names, part_names
 from atropos_tui.profile.redact import hide_tree
-from atropos_tui.profile.seats import Seat, host_names, part_names
 from atropos_tui.profile.sections import (
     ApiSection,
     ComponentOptions,
@@ -58,8 +60,8 @@ from atropos_tui.profile.site import (
     node_of,
     trainer_gpus,
     trainer_nodes,
+    trainer_placements,
     trainer_ranks,
-    trainer_seats,
     training_config,
 )
 from atropos_tui.profile.source import is_hostable
@@ -102,14 +104,13 @@ GRAPH_FLAGS = (
 """vLLM flags that choose graph sizes; if one is set, the plan chooses none."""
 MOST_SEQUENCES = 1024
 """Default of vLLM's --max-num-seqs on a large GPU."""
-HOST = "atropos_envs.hosting.runner"
+RUNNER = "atropos_envs.hosting.runner"
 """Program that runs environments of other packages."""
 WORKER_FLAGS = {"env.max_num_workers", "env.max_num_workers_per_node"}
 """Flags that limit the groups in flight; if one is set, the plan sets no limit."""
 LORA_SLOTS = 2
 """The newest adapter, and the one of completions still in flight."""
 WANDB_ID_LENGTH = 64
-"""Characters of a Weights & Biases run id."""
 
 TRAINER_STAGES = [
     Stage(
@@ -149,8 +150,7 @@ ENGINE_STAGES = [
         name="its CUDA graphs",
         pattern=r"Graph capturing finished|init engine \(",
         usually="vLLM captures one graph for each batch size; [vllm.args] enforce-eager = true "
-        "skips them, but decodes "
-        "slower",
+        "skips them, but decodes slower",
     ),
     Stage(
         name=stages.READY,
@@ -162,16 +162,14 @@ HOSTED_STAGE = Stage(
     name=stages.SET_UP,
     usually="its setup() has not returned: it loads data or waits for a service; see its `logs`",
 )
-"""setup() of a hosted environment has returned."""
 ENV_STAGES = [
     Stage(
         name=stages.REGISTERED,
         # atroposlib's own log line, of an environment that we do not host
         pattern=r"Initialized env with id \d+",
         usually="run-api takes environments only after the trainer's first request for a batch, "
-        "and the trainer waits "
-        "for vLLM: see `why trainer`",
-    ),
+        "and the trainer waits for vLLM: see `why trainer`",
+    )
 ]
 
 
@@ -188,8 +186,8 @@ def stack_of(site: Site) -> StackSpec:
         _api(site, profile.api, after),
         *(
             part
-            for seated in profile.seated
-            for each in seated
+            for placed in profile.placed
+            for each in placed
             for part in _engine(site, *each, after, settings)
         ),
         *(_environment(site, section, after, settings) for section in profile.env),
@@ -231,7 +229,6 @@ def redacted(stack: StackSpec) -> dict[str, Any]:
 
 
 def _spec(site: Site, options: ComponentOptions, **derived: Any) -> ComponentSpec:
-    """Merge derived values with the options of a section, which win."""
     probes: Probes = derived.pop("probes", Probes())
     chosen = {name: getattr(options, name) for name in ("startup", "readiness", "liveness")}
     given_probes = {name: _runnable(probe) for name, probe in chosen.items() if probe is not None}
@@ -254,7 +251,6 @@ def _spec(site: Site, options: ComponentOptions, **derived: Any) -> ComponentSpe
 
 
 def _reached(stage: str, label: str) -> Probes:
-    """Pass once the program records `stage`, however long that takes."""
     return Probes(
         startup=Probe(checks=[StageCheck(stage=stage, label=label)], failure_threshold=1_000_000)
     )
@@ -309,15 +305,15 @@ def _api(site: Site, section: ApiSection, after: list[str]) -> ComponentSpec:
 def _engine(
     site: Site,
     section: EngineSection,
-    seats: list[Seat],
+    placements: list[Placement],
     after: list[str],
     settings: TrainingConfig,
 ) -> list[ComponentSpec]:
-    """The server; on several machines one part for each, of which the first serves."""
-    names = part_names(section.name, len(seats))
+    # On several machines one part for each, of which the first serves.
+    names = part_names(section.name, len(placements))
     fed, url = is_fed(site, section), site.engine_url(section)
     place = site.place(section.node if site.profile.is_spread else None)
-    environment = {"LOGDIR": str(site.run.engine_bridge(section.name))} | _gpus(section.gpus)
+    environment = {ENV_LOGDIR: str(site.run.engine_bridge(section.name))} | _gpus(section.gpus)
     if section.sampling != "plain":
         environment[ENV_SAMPLING] = section.sampling
     if section.open:
@@ -337,8 +333,10 @@ def _engine(
         section,
         name=section.name,
         role=Role.ENGINE,
-        command=_engine_command(site, section, settings, _engine_part(site, section, seats, 0)),
-        env=environment | _node_address(site, seats, 0),
+        command=_engine_command(
+            site, section, settings, _engine_part(site, section, placements, 0)
+        ),
+        env=environment | _node_address(site, placements, 0),
         depends_on=dict.fromkeys(after, "completed"),
         probes=Probes(
             readiness=Probe(checks=checks, interval_s=0.25, timeout_s=15),
@@ -366,48 +364,45 @@ def _engine(
         stop=StopPolicy(grace_s=15),
         start_timeout_s=1800,  # loading and compiling a large model takes up to half an hour
     )
-    # The other parts have no API server: they are ready by a stage, and have no port.
-    ready = _reached(stages.READY, "its workers are ready")
-    return [
-        spec,
-        *(
-            spec.model_copy(
-                update={
-                    "name": names[rank],
-                    "command": _engine_command(
-                        site, section, settings, _engine_part(site, section, seats, rank)
-                    ),
-                    "env": spec.env | _gpus(seats[rank].gpus) | _node_address(site, seats, rank),
-                    "probes": ready,
-                    "port": None,
-                    "port_held": False,
-                    "place": site.place(seats[rank].node),
-                    "gpus": seats[rank].gpus,
-                    "restart_with": [section.name],
-                }
-            )
-            for rank in range(1, len(seats))
-        ),
-    ]
+    parts = [spec]
+    for rank in range(1, len(placements)):
+        part = _engine_part(site, section, placements, rank)
+        update = {
+            "name": names[rank],
+            "command": _engine_command(site, section, settings, part),
+            "env": spec.env | _gpus(placements[rank].gpus) | _node_address(site, placements, rank),
+            # Without an API server a part is ready by a stage, and has no port.
+            "probes": _reached(stages.READY, "its workers are ready"),
+            "port": None,
+            "port_held": False,
+            "place": site.place(placements[rank].node),
+            "gpus": placements[rank].gpus,
+            "restart_with": [section.name],
+        }
+        parts.append(spec.model_copy(update=update))
+    return parts
 
 
 def _engine_part(
-    site: Site, section: EngineSection, seats: list[Seat], rank: int
+    site: Site, section: EngineSection, placements: list[Placement], rank: int
 ) -> dict[str, Any]:
-    """Flags for one part of a server: its rank, and where the parts meet."""
-    if len(seats) < 2:
+    if len(placements) < 2:
         return {}
     return {
-        "nnodes": len(seats),
+        "nnodes": len(placements),
         "node-rank": rank,
-        "master-addr": site.hosts.node(seats[0].node).address,
+        "master-addr": site.hosts.node(placements[0].node).address,
         "master-port": site.profile.meeting_ports[section.name],
         "headless": rank > 0,
     }
 
 
-def _node_address(site: Site, seats: list[Seat], number: int) -> dict[str, str]:
-    return {ENV_NODE_ADDRESS: site.hosts.node(seats[number].node).address} if len(seats) > 1 else {}
+def _node_address(site: Site, placements: list[Placement], number: int) -> dict[str, str]:
+    return (
+        {ENV_NODE_ADDRESS: site.hosts.node(placements[number].node).address}
+        if len(placements) > 1
+        else {}
+    )
 
 
 def _is_held(place: Place | None, address: str) -> bool:
@@ -424,7 +419,7 @@ def _fed_environment(
             "ATROPOS_SHM_NAME": _shm_name(site, section),
         }
     if site.traits.updates_weights:
-        environment["ATROPOS_WEIGHT_UPDATES"] = "1"
+        environment[ENV_WEIGHT_UPDATES] = "1"
     # A server joins only groups at addresses that it was given: a request must not send it
     # elsewhere.
     if site.traits.other_gpus and not is_loopback(address := meeting_address(site, settings)):
@@ -500,7 +495,7 @@ def _environment(
     # Only our own environments have the flag `env.seed`.
     if (
         (section.module or "").startswith("atropos_envs.")
-        and section.module != HOST
+        and section.module != RUNNER
         and not section.config
     ):
         flags["env.seed"] = site.profile.seed
@@ -512,7 +507,7 @@ def _environment(
         config = ["--config", str(config_file(site.path(section.config)))] if section.config else []
         command = [*program, "serve", *config, *site.texts(_flags(flags, explicit_booleans=True))]
     # Only the hosted runner reads the limit of sequences; a user's own worker flags have priority.
-    derives_workers = HOST in command and not WORKER_FLAGS & section.args.keys()
+    derives_workers = RUNNER in command and not WORKER_FLAGS & section.args.keys()
     return _spec(
         site,
         section,
@@ -538,15 +533,14 @@ def sequences_in_flight(site: Site, env: EnvSection) -> int:
     users = Counter(
         engine.name for each in site.profile.env for engine in env_engines(site.profile, each)
     )
-    engines = env_engines(site.profile, env)
     return sum(
         engine.flag_number("max-num-seqs", MOST_SEQUENCES) // users[engine.name]
-        for engine in engines
+        for engine in env_engines(site.profile, env)
     )
 
 
 def _environment_program(section: EnvSection, site: Site) -> list[str]:
-    """Our own environments run directly; `hosting.runner` hosts any other that uses atroposlib."""
+    # Our own environments run directly; the runner hosts any other that uses atroposlib.
     target = site.text(section.module) if section.module else site.path(section.script or "")
     path = target.partition(":")[0]  # FILE.py:ClassName
     files = (
@@ -557,12 +551,11 @@ def _environment_program(section: EnvSection, site: Site) -> list[str]:
     # A module is searched in the working directory first, as `python -m` does.
     source = next((file for file in files if file.is_file()), None)
     if not (section.module and is_ours(target)) and source and is_hostable(source):
-        return [*_module(HOST), target]
+        return [*_module(RUNNER), target]
     return _module(target) if section.module else [PYTHON, target]
 
 
 def config_file(text: str) -> Path:
-    """YAML file: a path, or a file of the shipped profiles."""
     path = Path(text).expanduser()
     beside = [shipped.parent / text for shipped in list(shipped_profiles().values())[:1]]
     return next((place for place in [path, *beside] if place.is_file()), path)
@@ -577,17 +570,13 @@ def _any_trainer(site: Site, after: list[str], **derived: Any) -> ComponentSpec:
         depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
         place=site.place(trainer_nodes(site.profile)[0]),
         scratch=True,
-        stop=StopPolicy(
-            grace_s=120
-        ),  # on its signal the trainer finishes the step and writes a checkpoint
+        stop=StopPolicy(grace_s=120),  # it finishes the step and writes a checkpoint
         ends_run=True,
         **derived,
     )
 
 
 def _other_trainer(site: Site, command: list[str], after: list[str]) -> ComponentSpec:
-    """A trainer of another program: variables name run-api and engines, and it is healthy while
-    it runs."""
     gpus = site.profile.trainer.gpus
     contract = {
         ENV_API_URL: site.api_url,
@@ -601,63 +590,53 @@ def _other_trainer(site: Site, command: list[str], after: list[str]) -> Componen
 
 
 def _trainer(site: Site, settings: TrainingConfig, after: list[str]) -> list[ComponentSpec]:
-    """Our trainer; on several machines one launcher for each, of which the first reports for
-    all."""
-    section, seats = site.profile.trainer, trainer_seats(site.profile)
+    # On several machines one launcher for each, of which the first reports for all.
+    section, placements = site.profile.trainer, trainer_placements(site.profile)
     if section.command:
         return [_other_trainer(site, section.command, after)]
-    names = host_names("trainer", len(seats) or 1)
-    gpus = seats[0].gpus if seats else trainer_gpus(site.profile)
+    names = host_names("trainer", len(placements) or 1)
+    gpus = placements[0].gpus if placements else trainer_gpus(site.profile)
     spec = _any_trainer(
         site,
-        # not the engine: the trainer imports and registers while vLLM loads, then waits for the
-        # manifest
-        after,
+        after,  # not the engine: the trainer imports while vLLM loads, then waits for the manifest
         command=[*_ranks_of(site, 0), *settings.to_args()],
         env=_gpus(gpus) | site.met_at | _ranks_meet(site, 0) | _tracked(site, settings),
         probes=_reached(stages.ATTACHED, "attached to the engine"),
         gpus=gpus,
         stages=TRAINER_STAGES,
         restart_with=names[1:],
-        final_codes=[
-            NO_UPDATE_CODE
-        ],  # the engine cannot take weights: a restart would fail the same way
+        # The engine cannot take weights: a restart would fail the same way.
+        final_codes=[NO_UPDATE_CODE],
         start_timeout_s=1800,
     )
-    return [
-        spec,
-        *(
-            spec.model_copy(
-                update={
-                    "name": name,
-                    "command": [*_ranks_of(site, rank), *settings.to_args()],
-                    "env": spec.env | _gpus(seats[rank].gpus) | _ranks_meet(site, rank),
-                    "gpus": seats[rank].gpus,
-                    "place": site.place(seats[rank].node),
-                    "stages": [],
-                    "restart_with": ["trainer"],
-                    "ends_run": False,
-                }
-            )
-            for rank, name in enumerate(names[1:], 1)
-        ),
-    ]
+    parts = [spec]
+    for rank, name in enumerate(names[1:], 1):
+        update = {
+            "name": name,
+            "command": [*_ranks_of(site, rank), *settings.to_args()],
+            "env": spec.env | _gpus(placements[rank].gpus) | _ranks_meet(site, rank),
+            "gpus": placements[rank].gpus,
+            "place": site.place(placements[rank].node),
+            "stages": [],
+            "restart_with": ["trainer"],
+            "ends_run": False,
+        }
+        parts.append(spec.model_copy(update=update))
+    return parts
 
 
 def _ranks_of(site: Site, number: int) -> list[str]:
-    seats, ranks = trainer_seats(site.profile), trainer_ranks(site.profile)
-    return (
-        ranked(ranks)
-        if len(seats) < 2
-        else ranked(ranks // len(seats), nodes=len(seats), node=number)
-    )
+    placements, ranks = trainer_placements(site.profile), trainer_ranks(site.profile)
+    if len(placements) < 2:
+        return ranked(ranks)
+    return ranked(ranks // len(placements), nodes=len(placements), node=number)
 
 
 def _ranks_meet(site: Site, number: int) -> dict[str, str]:
-    seats = trainer_seats(site.profile)
-    if len(seats) < 2:
+    placements = trainer_placements(site.profile)
+    if len(placements) < 2:
         return {}
-    return {ENV_RANKS_DIR: str(site.run.root / "ranks")} | _node_address(site, seats, number)
+    return {ENV_RANKS_DIR: str(site.run.root / "ranks")} | _node_address(site, placements, number)
 
 
 def _tracked(site: Site, settings: TrainingConfig, environment: str = "") -> dict[str, str]:
@@ -675,21 +654,10 @@ def _tracked(site: Site, settings: TrainingConfig, environment: str = "") -> dic
 
 
 def ranked(ranks: int, nodes: int = 1, node: int = 0) -> list[str]:
-    """One process, or torchrun with `ranks` processes on each of `nodes`."""
-    if nodes == 1:
-        return (
-            _module("trainer_core")
-            if ranks == 1
-            else [*_module("trainer_core.ranks.launch"), str(ranks)]
-        )
-    return [
-        *_module("trainer_core.ranks.launch"),
-        "--nnodes",
-        str(nodes),
-        "--node-rank",
-        str(node),
-        str(ranks),
-    ]
+    if ranks == nodes == 1:
+        return _module("trainer_core")
+    place = ["--nnodes", str(nodes), "--node-rank", str(node)] if nodes > 1 else []
+    return [*_module("trainer_core.ranks.launch"), *place, str(ranks)]
 
 
 def _extra(site: Site, name: str, section: ExtraSection) -> ComponentSpec:
@@ -728,18 +696,15 @@ def _runnable(probe: Probe) -> Probe:
 
 
 def _module(name: str) -> list[str]:
-    """-P keeps Python from importing our modules from the working directory, which may hold
-    anybody's files."""
+    # -P: the working directory may hold anybody's modules of our names.
     return [PYTHON, *(["-P"] if is_ours(name) else []), "-m", name]
 
 
 def is_ours(module: str) -> bool:
-    """The module comes with atropos-tui or atroposlib."""
     return module.partition(".")[0] in OUR_PACKAGES
 
 
 def _flags(values: dict[str, Any], *, explicit_booleans: bool = False) -> list[str]:
-    """None is left out; a boolean becomes a bare flag or `--flag true`."""
     argv: list[str] = []
     for name, value in values.items():
         if value is None or (value is False and not explicit_booleans):
@@ -755,5 +720,4 @@ def _flags(values: dict[str, Any], *, explicit_booleans: bool = False) -> list[s
 
 
 def resolve_path(path: str) -> Path:
-    """Return the absolute path, with `~` expanded and links followed."""
     return Path(os.path.expanduser(path)).resolve()  # noqa: PTH111

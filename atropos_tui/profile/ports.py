@@ -1,3 +1,5 @@
+"""Ports and control sockets in use, and the processes that hold them."""
+
 from __future__ import annotations
 
 import contextlib
@@ -24,12 +26,12 @@ if TYPE_CHECKING:
     import psutil
 
 CONNECT_S = 1.0
-"""Seconds; a Unix socket connects at once unless its backlog is full."""
+"""A Unix socket connects at once unless its backlog is full."""
 
 
 def listens(address: str) -> bool:
-    """A process listens on this Unix socket: the only sign of a live supervisor that a killed
-    one does not leave."""
+    """True if a process listens on this Unix socket. A killed supervisor leaves every other sign of
+    life."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(CONNECT_S)
@@ -59,7 +61,7 @@ def listener(address: str) -> int | None:
 def own_socket(run: RunDir) -> str | None:
     """Path of this run's control socket; None if `control.sock` links to any other.
 
-    A copied run directory has a link to another run's socket, whose name depends on its directory.
+    A copied run directory links to the socket of the original.
     """
     try:
         target = os.readlink(run.control_sock)  # noqa: PTH115 — the link's own path may be too long to connect to
@@ -70,17 +72,12 @@ def own_socket(run: RunDir) -> str | None:
 
 
 def has_supervisor(run: RunDir) -> bool:
-    """A process listens on the run's socket; a killed supervisor leaves only the file."""
     address = own_socket(run)
     return address is not None and listens(address)
 
 
 def is_free(port: int, *, held: bool = False) -> bool:
-    """A server could listen on `port` of the loopback; TIME_WAIT does not count.
-
-    Args:
-        held: this process holds the port for that server.
-    """
+    """True if a server could listen on `port` of the loopback. `held`: this process holds it."""
     try:
         bind(LOOPBACK, port, held=held).close()
     except OSError:

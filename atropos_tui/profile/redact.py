@@ -1,8 +1,4 @@
-"""Removal of secrets from tables, command lines and `--set` words before they reach a file.
-
-`${VAR}` references and numbers stay. For text that leaves the machine, `Scrubber` also removes this
-machine's secret values.
-"""
+"""Removal of secrets before text reaches a file. References and numbers stay."""
 
 from __future__ import annotations
 
@@ -62,6 +58,7 @@ _SHAPES = re.compile(
     """,
     re.VERBOSE | re.ASCII,
 )
+# A name and its value in text: headers, `KEY=value`, `"token": "..."`.
 _NAMED_VALUE = re.compile(
     r"""
     ( (?<![A-Za-z]) (?:proxy-)? authorization ["']? \s* [:=] \s* ["']? (?:(?:bearer|basic|token|digest)\s+)? ) [^"'\n]+
@@ -80,16 +77,16 @@ _NAMED_VALUE = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-"""A name and its value in text: headers, `KEY=value`, `"token": "..."`."""
 # The lookbehind keeps parts of paths, URLs and commits in text.
+# W&B keys (40 hex digits) and a run's key (43 characters) without a name.
 _KEY_LIKE = re.compile(
     r"(?<![0-9A-Za-z/@_-])(?:[0-9a-f]{40}|(?=[\w-]{0,42}[a-z])(?=[\w-]{0,42}[A-Z])(?=[\w-]{0,42}\d)[\w-]{43})"
     r"(?![0-9A-Za-z_-])",
     re.ASCII,
 )
-"""W&B keys (40 hex digits) and a run's key (43 characters) without a name."""
 
 
+# A token that a command sends; references and code that handles a token stay.
 _BEARER = re.compile(
     r"""
     ( \A bearer \s+ | (?<![a-z]) authorization ["']? \s* : \s* ["']? (?:bearer|basic|token|digest) \s+ ) [\w+/=.~-]{4,}
@@ -97,11 +94,9 @@ _BEARER = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-"""A token that a command sends; references and code that handles a token stay."""
 
 
 def is_secret_name(name: str) -> bool:
-    """A variable, key or flag of this name holds a secret."""
     return _SECRET.search(name) is not None
 
 
@@ -131,7 +126,6 @@ def is_plain_setting(value: str) -> bool:
 
 
 def secret_references(data: Any, name: str = "") -> set[str]:
-    """Variables that stand for a secret in nested tables."""
     if isinstance(data, dict):
         return set().union(*(secret_references(value, str(key)) for key, value in data.items()))
     if isinstance(data, list):
@@ -155,7 +149,7 @@ def secret_references(data: Any, name: str = "") -> set[str]:
 
 
 def mask(text: str) -> str:
-    """Mask secrets by their form: tokens of known services and headers, passwords in URLs, keys."""
+    """Mask secrets by their form."""
     return _BEARER.sub(_but_its_name, _SHAPES.sub(REDACTED, text))
 
 
@@ -164,7 +158,6 @@ def _but_its_name(match: re.Match[str]) -> str:
 
 
 def hide(name: str, value: str) -> str:
-    """Mask `value` if `name` says so; known forms are masked under any name."""
     return REDACTED if is_secret_name(name) and not is_harmless(value) else mask(value)
 
 
@@ -223,7 +216,6 @@ class Scrubber:
         return self._home.sub("~", text) if self._home else text
 
     def tree(self, data: Any) -> Any:
-        """Scrub by the names of keys, then every string as text."""
         return self._strings(hide_tree(data))
 
     def _strings(self, data: Any) -> Any:
@@ -243,5 +235,4 @@ class Scrubber:
 
 
 def _spellings(value: str) -> set[str]:
-    """`value` as written in text, in a URL and inside a JSON string."""
     return {value, quote(value, safe=""), quote(value), json.dumps(value)[1:-1]}

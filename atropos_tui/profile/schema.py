@@ -25,8 +25,7 @@ _EXTENDS = {
     "type": "string",
     "minLength": 1,
     "description": "Profile to extend: a path relative to this file, or the name of a shipped "
-    "profile. "
-    "Tables merge, and this profile has priority; a list replaces the whole list.",
+    "profile. Tables merge, and this profile has priority; a list replaces the whole list.",
 }
 
 
@@ -58,9 +57,8 @@ def build_schema(
     # pydantic gives `kind` a default, but the union of checks needs it.
     for name in (name for name in parts if name.endswith("Check")):
         parts[name]["required"] = ["kind", *parts[name].get("required", [])]
-    schema["properties"]["component"]["additionalProperties"] = (
-        False  # only names that match the pattern
-    )
+    # Only names that match the pattern.
+    schema["properties"]["component"]["additionalProperties"] = False
     for name in SECTION_LISTS:
         _once_or_several(schema["properties"][name])
     needed = schema.pop("required")
@@ -80,10 +78,8 @@ def _flag(args: Schema) -> Schema:
 
 
 def _also_text(node: Schema) -> None:
-    several = {
-        key: node.pop(key) for key in ("type", "items", "minItems", "maxItems") if key in node
-    }
-    node["anyOf"] = [several, {"type": "string"}]
+    keys = ("type", "items", "minItems", "maxItems")
+    node["anyOf"] = [{key: node.pop(key) for key in keys if key in node}, {"type": "string"}]
 
 
 def _once_or_several(node: Schema) -> None:
@@ -104,11 +100,8 @@ def _plain(node: Any) -> Any:
     # Optional fields are "type or null" in pydantic's schema; TOML has no null.
     choices = [choice for choice in plain.get("anyOf", ()) if choice != {"type": "null"}]
     if len(choices) == 1 and "anyOf" in plain:
-        plain |= (
-            choices[0]
-            if "description" not in plain
-            else {**choices[0], "description": plain["description"]}
-        )
+        own = {key: plain[key] for key in ("description",) if key in plain}
+        plain |= choices[0] | own
         del plain["anyOf"]
     elif choices:
         plain["anyOf"] = choices
@@ -176,7 +169,6 @@ def _fits(form: Schema, data: Any) -> bool:
 
 
 def choices(form: Schema) -> list[Any]:
-    """Values that a schema lists."""
     return list(form.get("enum", [form["const"]] if "const" in form else []))
 
 
@@ -191,7 +183,7 @@ def phrases(forms: list[Schema], schema: Schema) -> str:
 
 
 def _phrase(form: Schema, schema: Schema) -> str:
-    """ "a whole number from 1 to 65535", "one of: a, b", "true or false"."""
+    """A noun phrase such as "a whole number from 1 to 65535"."""
     if known := choices(form):
         return f"one of: {', '.join(map(str, known))}"
     kind = form.get("type")
@@ -200,13 +192,8 @@ def _phrase(form: Schema, schema: Schema) -> str:
     if kind == "array":
         inner = phrases(_forms(schema, form["items"]), schema) if "items" in form else ""
         least, most = form.get("minItems"), form.get("maxItems")
-        count = (
-            f" with {least} entries"
-            if least and least == most
-            else f" with at least {least} entry"
-            if least
-            else ""
-        )
+        count = f" with at least {least} entry" if least else ""
+        count = f" with {least} entries" if least and least == most else count
         return f"a list{count}, each {inner}" if inner else f"a list{count}"
     if kind == "string":
         return "text in quotes" + (", not empty" if form.get("minLength") else "")
@@ -218,28 +205,15 @@ def _bounds(form: Schema) -> str:
     most, below = form.get("maximum"), form.get("exclusiveMaximum")
     if least is not None and most is not None:
         return f" from {least:g} to {most}" if least != most else f": only {least}"
-    low = (
-        f" of at least {least:g}"
-        if least is not None
-        else f" above {above:g}"
-        if above is not None
-        else ""
-    )
-    high = (
-        f" of at most {most}"
-        if most is not None
-        else f" below {below:g}"
-        if below is not None
-        else ""
-    )
+    low = f" above {above:g}" if above is not None else ""
+    high = f" below {below:g}" if below is not None else ""
+    low = f" of at least {least:g}" if least is not None else low
+    high = f" of at most {most}" if most is not None else high
     return f"{low} and{high}" if low and high else low or high
 
 
 def step_into(node: Any, part: str | int) -> Any:
     if isinstance(node, Mapping):
         return node.get(part)
-    return (
-        node[part]
-        if isinstance(node, list) and isinstance(part, int) and part < len(node)
-        else None
-    )
+    is_entry = isinstance(node, list) and isinstance(part, int) and part < len(node)
+    return node[part] if is_entry else None

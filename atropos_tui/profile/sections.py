@@ -45,9 +45,9 @@ from atropos_tui.profile.load import (
     read_merged,
     shipped_profiles,
 )
+from atropos_tui.profile.placement import Demand, Placement, host_names, part_names, place_engines
 from atropos_tui.profile.redact import REDACTED
 from atropos_tui.profile.schema import KeyPath, Schema, build_schema
-from atropos_tui.profile.seats import Seat, Want, host_names, part_names, seat_engines
 from atropos_tui.profile.spec import (
     AlertSpec,
     ExecCheck,
@@ -475,18 +475,20 @@ class EngineSection(ComponentOptions):
             for index in range(count)
         ]
 
-    def seated(self, engines: list[list[Seat]]) -> list[tuple[EngineSection, list[Seat]]]:
-        """`engines` with their seats; `node` and `gpus` come from the first."""
+    def with_placements(
+        self, engines: list[list[Placement]]
+    ) -> list[tuple[EngineSection, list[Placement]]]:
+        """`engines` with their placements; `node` and `gpus` come from the first."""
         return [
             (
                 self._one(
                     index,
                     len(engines),
-                    {"node": seats[0].node, "gpus": seats[0].gpus} if seats else {},
+                    {"node": placements[0].node, "gpus": placements[0].gpus} if placements else {},
                 ),
-                seats,
+                placements,
             )
-            for index, seats in enumerate(engines)
+            for index, placements in enumerate(engines)
         ]
 
     def _one(self, index: int, count: int, where: dict[str, Any]) -> EngineSection:
@@ -683,25 +685,25 @@ class Profile(Section):
         )
 
     @property
-    def seated(self) -> list[list[tuple[EngineSection, list[Seat]]]]:
-        """Servers of each [[vllm]], each as its own section with its seats."""
+    def placed(self) -> list[list[tuple[EngineSection, list[Placement]]]]:
+        """Servers of each [[vllm]], each as its own section with its placements."""
         # `model_copy` copies the cache too: it is valid only for the same sections.
         read = (self.vllm, self.node, self.trainer, self.cluster)
         # Cached: with hundreds of machines it is computed hundreds of times otherwise. Kept in
         # `__dict__`, because a pydantic private attribute would take part in comparisons of
         # profiles.
-        known: tuple[Any, list[list[tuple[EngineSection, list[Seat]]]]] | None = self.__dict__.get(
-            "_seats"
+        known: tuple[Any, list[list[tuple[EngineSection, list[Placement]]]]] | None = (
+            self.__dict__.get("_placed")
         )
         if known is None or any(old is not new for old, new in zip(known[0], read, strict=True)):
-            known = self.__dict__["_seats"] = read, self._seated()
+            known = self.__dict__["_placed"] = read, self._place()
         return known[1]
 
-    def _seated(self) -> list[list[tuple[EngineSection, list[Seat]]]]:
+    def _place(self) -> list[list[tuple[EngineSection, list[Placement]]]]:
         if not self.is_spread:
             return [[(engine, []) for engine in section.engines] for section in self.vllm]
         wants = [
-            Want(
+            Demand(
                 self.hosts_named(each.node),
                 each.gpus_needed,
                 each.machines,
@@ -712,20 +714,23 @@ class Profile(Section):
         ]
         # Engines must not take GPUs that the trainer names.
         named = dict.fromkeys(self.hosts_named(self.trainer.node), self.trainer.gpus)
-        found = seat_engines(wants, self.machines, named)
-        return [section.seated(engines) for section, engines in zip(self.vllm, found, strict=True)]
+        found = place_engines(wants, self.machines, named)
+        return [
+            section.with_placements(engines)
+            for section, engines in zip(self.vllm, found, strict=True)
+        ]
 
     @property
     def engines(self) -> list[EngineSection]:
-        return [engine for section in self.seated for engine, _ in section]
+        return [engine for section in self.placed for engine, _ in section]
 
     @property
     def meeting_ports(self) -> dict[str, int]:
         """Engine -> port where its parts on several machines meet."""
         found: dict[str, int] = {}
-        for section, made in zip(self.vllm, self.seated, strict=True):
+        for section, made in zip(self.vllm, self.placed, strict=True):
             port = section.flag_number("master-port", MEETING_PORT)
-            for engine in [engine for engine, seats in made if len(seats) > 1]:
+            for engine in [engine for engine, placements in made if len(placements) > 1]:
                 # Engines may share their first machine, so each needs its own port.
                 while port in found.values():
                     port += 1
@@ -747,7 +752,7 @@ class Profile(Section):
             ("api.port", self.api.port),
             *(
                 (f"vllm.{i}.port", engine.port)
-                for i, section in enumerate(self.seated)
+                for i, section in enumerate(self.placed)
                 for engine, _ in section
             ),
             *(
@@ -768,9 +773,11 @@ class Profile(Section):
 
     def section_of(self, component: str) -> str:
         """Key of a component's section: `env.0`, `component.x`, `trainer`."""
-        for index, seated in enumerate(self.seated):
+        for index, placed in enumerate(self.placed):
             if component in [
-                name for engine, seats in seated for name in part_names(engine.name, len(seats))
+                name
+                for engine, placements in placed
+                for name in part_names(engine.name, len(placements))
             ]:
                 return f"vllm.{index}"
         for key in ("env", "prepare"):
@@ -851,9 +858,8 @@ def _unusable_texts(data: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, st
             yield (
                 here,
                 "was a secret, which atropos-tui does not write to files",
-                "put NAME=value into .env and write ${NAME} here, or resume with the profile "
-                "that has it: "
-                "atropos-tui up PROFILE --resume RUN",
+                "put NAME=value into .env and write ${NAME} here, or resume with the profile that "
+                "has it: atropos-tui up PROFILE --resume RUN",
             )
         elif isinstance(value, str) and "\0" in value:
             # A NUL ends a string in argv and environ.

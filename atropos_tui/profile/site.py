@@ -1,5 +1,5 @@
-"""Facts that all builders of a run share: mode, machines, addresses, fed engines, trainer
-settings. Pure."""
+"""Facts that all builders of a run share: mode, machines, addresses, fed engines, settings.
+Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from atropos_common.net.ports import LOOPBACK
 from atropos_common.system.run_dir import ENV_API_URL, ENV_ENGINE_URLS, ENV_MODEL, RunDir
 from atropos_tui.cluster.machines import Hosts, foreseen, place_of
 from atropos_tui.profile.load import CACHE, cache_dir, expand_home
-from atropos_tui.profile.seats import Seat, left_over
+from atropos_tui.profile.placement import Placement, left_over
 from atropos_tui.profile.sections import MODE_SETTINGS, EngineSection, EnvSection, Mode, Profile
 from atropos_tui.profile.spec import Place, expand, references
 from trainer_core.config import TrainingConfig
@@ -25,8 +25,6 @@ from trainer_core.config import TrainingConfig
 
 @dataclass(frozen=True)
 class ModeTraits:
-    """Needs of a mode."""
-
     shares_memory: bool = False
     """The trainer attaches to the engine's weights."""
     other_gpus: bool = False
@@ -55,8 +53,7 @@ TRAITS: dict[Mode, ModeTraits] = {
 
 
 def traits_of(profile: Profile) -> ModeTraits:
-    """Needs of a profile's mode. Adapters in single copy use the engine's memory, so its restart
-    restarts the trainer."""
+    # Adapters in single copy use the engine's memory, so its restart restarts the trainer.
     traits = TRAITS[profile.mode]
     if profile.trainer.command:  # another trainer never releases a held engine
         return replace(traits, holds_generation=False)
@@ -73,8 +70,6 @@ def traits_of(profile: Profile) -> ModeTraits:
 
 @dataclass(frozen=True)
 class Site:
-    """Facts about one run for the builders."""
-
     profile: Profile
     run: RunDir
     run_id: str
@@ -83,7 +78,6 @@ class Site:
     dotenv: Mapping[str, str]
     """Values of `.env` files for references that stay until a process starts."""
     hosts: Hosts = field(default_factory=Hosts)
-    """Machines of a profile for several."""
 
     @property
     def traits(self) -> ModeTraits:
@@ -94,7 +88,6 @@ class Site:
         return self.path(self.profile.model)
 
     def text(self, value: str) -> str:
-        """Resolve the variables in `value` that are known while planning."""
         return expand(value, self.variables)
 
     def path(self, value: str) -> str:
@@ -148,13 +141,20 @@ class Site:
 
     @cached_property
     def met_at(self) -> dict[str, str]:
-        """Variables with the meeting address of a broadcast to an engine on another machine."""
+        """MASTER_ADDR of a broadcast to an engine on another machine."""
         node, *others = trainer_nodes(self.profile)
         if node is None or not self.traits.other_gpus:
             return {}
-        seats = {seat.node for each in self.profile.seated for _, seats in each for seat in seats}
+        placements = {
+            placement.node
+            for each in self.profile.placed
+            for _, placements in each
+            for placement in placements
+        }
         own = self.hosts.node(node)
-        beyond = any(self.hosts.node(name).host != own.host for name in seats.union(others) if name)
+        beyond = any(
+            self.hosts.node(name).host != own.host for name in placements.union(others) if name
+        )
         return {"MASTER_ADDR": own.address} if beyond else {}
 
     def engine_url(self, engine: EngineSection) -> str:
@@ -198,7 +198,6 @@ def in_url(address: str) -> str:
 
 
 def meeting_address(site: Site, settings: TrainingConfig) -> str:
-    """A `${VAR}` reference if only the environment has it."""
     environment = {name: site.text(value) for name, value in site.profile.trainer.env.items()}
     return meeting_place(settings.init_method, site.met_at | environment)[0]
 
@@ -251,7 +250,6 @@ def group_size(profile: Profile) -> int | None:
 
 
 def is_fed(site: Site, section: EngineSection) -> bool:
-    """The trainer feeds this engine."""
     return section.name in {each.name for each in fed_engines(site.profile)}
 
 
@@ -264,7 +262,7 @@ def fed_sections(profile: Profile) -> dict[int, EngineSection]:
 
 
 def longest_sequence(profile: Profile) -> int | None:
-    """Longest sequence of the fed engines in tokens; None if one uses its model's limit."""
+    """Tokens; None if an engine uses its model's limit."""
     lengths = [section.max_model_len for section in fed_sections(profile).values()]
     stated = [length for length in lengths if length is not None]
     return max(stated) if len(stated) == len(lengths) else None
@@ -275,7 +273,7 @@ def fed_engines(profile: Profile) -> list[EngineSection]:
     if not traits_of(profile).feeds_all:
         return profile.engines[:1]
     return [
-        engine for index in sorted(fed_sections(profile)) for engine, _ in profile.seated[index]
+        engine for index in sorted(fed_sections(profile)) for engine, _ in profile.placed[index]
     ]
 
 
@@ -289,7 +287,7 @@ def engine_model(site: Site, section: EngineSection) -> str:
 
 def env_engines(profile: Profile, section: EnvSection) -> list[EngineSection]:
     """Engines that an environment names, else all fed ones."""
-    each = zip(profile.vllm, profile.seated, strict=True)
+    each = zip(profile.vllm, profile.placed, strict=True)
     named = [
         engine
         for kind, made in each
@@ -313,30 +311,30 @@ def env_node(profile: Profile, env: EnvSection) -> str | None:
 
 
 def trainer_nodes(profile: Profile) -> list[str | None]:
-    """The trainer's machines, rank 0's first."""
-    return [seat.node for seat in trainer_seats(profile)] or [None]
+    """Rank 0's first."""
+    return [placement.node for placement in trainer_placements(profile)] or [None]
 
 
-def trainer_seats(profile: Profile) -> list[Seat]:
+def trainer_placements(profile: Profile) -> list[Placement]:
     """The trainer's machines with its GPUs: the engine's in single copy, else those named, else
     all that no engine uses."""
     hosts = profile.hosts_named(profile.trainer.node)
     if not profile.is_spread:
         return []
     if traits_of(profile).shares_memory:
-        return next((seats for each in profile.seated for _, seats in each), [])
+        return next((placements for each in profile.placed for _, placements in each), [])
     taken: dict[str, list[int]] = {}
-    for _, seats in (pair for each in profile.seated for pair in each):
-        for seat in seats:
-            taken.setdefault(seat.node, []).extend(seat.gpus)
+    for _, placements in (pair for each in profile.placed for pair in each):
+        for placement in placements:
+            taken.setdefault(placement.node, []).extend(placement.gpus)
     own, machines = profile.trainer.gpus, profile.machines
-    return [Seat(host, own or left_over(machines, host, taken)) for host in hosts]
+    return [Placement(host, own or left_over(machines, host, taken)) for host in hosts]
 
 
 def trainer_gpus(profile: Profile) -> list[int]:
     """The trainer's GPUs, machine by machine."""
     if profile.is_spread:
-        return [gpu for seat in trainer_seats(profile) for gpu in seat.gpus]
+        return [gpu for placement in trainer_placements(profile) for gpu in placement.gpus]
     return profile.trainer.gpus or (
         profile.vllm[0].gpus if traits_of(profile).shares_memory else []
     )
@@ -345,5 +343,8 @@ def trainer_gpus(profile: Profile) -> list[int]:
 def trainer_ranks(profile: Profile) -> int:
     """One rank for each GPU, and at least one on each machine."""
     return (
-        profile.trainer.processes or len(trainer_gpus(profile)) or len(trainer_seats(profile)) or 1
+        profile.trainer.processes
+        or len(trainer_gpus(profile))
+        or len(trainer_placements(profile))
+        or 1
     )

@@ -25,12 +25,12 @@ from starlette.routing import Route
 
 from atropos_common.net.connections import Connection, connection_of
 from atropos_common.net.http import (
+    accepted_keys,
     allowed_hosts,
-    door_keys,
+    carries_key,
     host_refusal,
     hosts_in,
     key_refusal,
-    opens,
     page_refusal,
 )
 from atropos_common.protocol.control import Phase, RunStatus, State
@@ -320,7 +320,7 @@ def metrics_app(
 ) -> Starlette:
     """Application with `GET /metrics`, for our own host names and, from other machines, with the
     run's key."""
-    keys = door_keys(policy.host, token)
+    keys = accepted_keys(policy.host, token)
     hosts = allowed_hosts(policy.host, hosts_in(os.environ, ENV_ALLOWED_HOSTS))
     newest, reading = Newest(run), asyncio.Lock()
 
@@ -332,7 +332,7 @@ def metrics_app(
     async def answer(request: Request, connection: Connection | None) -> Response:
         sent = request.headers
         refusal = host_refusal(sent.get("host"), hosts) or page_refusal(sent, hosts)
-        if refusal is None and keys and not opens(sent.get("authorization"), keys):
+        if refusal is None and keys and not carries_key(sent.get("authorization"), keys):
             refusal = key_refusal("[metrics]")
         elif refusal is None and keys and connection:
             connection.prove()

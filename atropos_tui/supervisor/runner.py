@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atropos_common.net.body import BodyError, read_body
 from atropos_common.net.connections import ConnectionLimits
-from atropos_common.net.http import door_key
+from atropos_common.net.http import run_key
 from atropos_common.protocol.control import (
     OTHER_RUN,
     RUN_ID_HEADER,
@@ -226,7 +226,7 @@ def _export_key(stack: StackSpec, token: str) -> None:
     """Put the key for servers that other machines reach into the environment."""
     os.environ.pop(ENV_DOOR_KEY, None)  # it may belong to an enclosing run
     if stack.nodes:
-        os.environ[ENV_DOOR_KEY] = door_key(token)
+        os.environ[ENV_DOOR_KEY] = run_key(token)
 
 
 class _Signals:

@@ -35,7 +35,7 @@ from atropos_tui.diagnoses import Diagnosis, describe_exit
 from atropos_tui.diagnoses.model import CANNOT_START
 from atropos_tui.diagnoses.watcher import Watcher
 from atropos_tui.errors import Exit
-from atropos_tui.profile.recipes import recipe
+from atropos_tui.profile.spec import recipe
 from atropos_tui.supervisor.component import SIGNALS, Component, Ended, look_again, stuck
 from atropos_tui.supervisor.gauges import record_gauges
 from atropos_tui.supervisor.journal.store import RunResult, Store

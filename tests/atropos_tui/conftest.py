@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from atropos_tui.cli import main
-from atropos_tui.profile.budget import models
+from atropos_tui.profile.budget import inventory
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -24,5 +24,5 @@ def _one_parser() -> Iterator[None]:
 def _no_hub() -> Iterator[None]:
     """Shipped profiles name hub models, and `plan` would ask the hub for their configuration."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "_from_hub", lambda name: "model not on this machine")
+        patch.setattr(inventory, "_from_hub", lambda name: "model not on this machine")
         yield

@@ -20,14 +20,14 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
-from atropos_common.net.http import door_key, door_keys, opens
+from atropos_common.net.http import accepted_keys, carries_key, run_key
 from atropos_common.system.run_dir import ENV_DOOR_KEY, ENV_TOKEN, RunDir
 from atropos_tui.profile.spec import ComponentSpec, HttpCheck, MetricsPolicy, Probe, Probes
 from tests.support import two_machines
 from tests.support.two_machines import OTHER, OWN
 
 TOKEN = "a-token-of-the-run"
-KEY = door_key(TOKEN)
+KEY = run_key(TOKEN)
 BEARER = {"Authorization": f"Bearer {KEY}"}
 GROUP: dict[str, Any] = {
     "tokens": [[1, 2]] * 8,
@@ -121,11 +121,11 @@ def test_run_api_at_an_address_that_others_reach() -> None:
 
 def test_on_the_loopback_nothing_has_changed() -> None:
     for bound in ("127.0.0.1", "localhost", "::1", "127.0.0.12"):
-        assert door_keys(bound, TOKEN) == frozenset()
-    assert door_keys("10.0.0.2", "") == frozenset()
+        assert accepted_keys(bound, TOKEN) == frozenset()
+    assert accepted_keys("10.0.0.2", "") == frozenset()
     for bound in ("10.0.0.2", "0.0.0.0", "::", "", "infer-1", "fd00::2"):
-        assert door_keys(bound, TOKEN) == {TOKEN, KEY}
-    assert TOKEN not in KEY and door_key("another") != KEY
+        assert accepted_keys(bound, TOKEN) == {TOKEN, KEY}
+    assert TOKEN not in KEY and run_key("another") != KEY
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ def test_on_the_loopback_nothing_has_changed() -> None:
     ],
 )
 def test_what_is_no_key(header: str | None) -> None:
-    assert not opens(header, {KEY})
-    assert not opens(f"Bearer {KEY}", set())
+    assert not carries_key(header, {KEY})
+    assert not carries_key(f"Bearer {KEY}", set())
 
 
 # vLLM

@@ -16,7 +16,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from atropos_tui.profile.budget.models import Model, read_model
+from atropos_tui.profile.budget.inventory import Model, read_model
 
 SMALL: dict[str, Any] = {
     "vocab_size": 80,

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atropos_common.net.connections import SCOPE_KEY, Connection, ConnectionLimits
-from atropos_common.net.http import allowed_hosts, door_key, host_name, run_keys
+from atropos_common.net.http import allowed_hosts, host_name, run_key, run_keys
 from atropos_common.protocol.bridge import INSTANCE_HEADER, TOKEN_HEADER
 from atropos_tui.profile.ports import free_port
 from tests.support.other_user import needs_another_user, stranger
@@ -207,7 +207,7 @@ async def test_another_user_needs_the_key_for_what_takes_the_engines_time(path: 
         assert refused.status_code == 401 and "[vllm] open = true" in refused.json()["error"]
         assert (await http.post(path, headers={"Authorization": "Bearer x"})).status_code == 401
         assert (
-            await http.post(path, headers={"Authorization": f"Bearer {door_key(TOKEN)}"})
+            await http.post(path, headers={"Authorization": f"Bearer {run_key(TOKEN)}"})
         ).status_code == 200
         for free in ("/health", "/metrics", "/v1/models"):
             assert (await http.get(free)).status_code == 200

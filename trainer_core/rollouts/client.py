@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import httpx
 import msgspec
 
-from atropos_common.net.http import AFTER_HEADER, BATCH_HEADER, LIMITS, certificates, door_headers
+from atropos_common.net.http import AFTER_HEADER, BATCH_HEADER, LIMITS, certificates, key_headers
 from atropos_common.protocol.bridge import TOKEN_HEADER
 from atropos_common.protocol.stages import REGISTERED, reach
 from atropos_common.system.run_dir import ENV_TOKEN
@@ -120,7 +120,7 @@ class RunApi:
             trust_env=False,
             verify=certificates(self.url),
             # run-api would take longer to compress a batch than to send it.
-            headers={"Accept-Encoding": "identity"} | door_headers(os.environ),
+            headers={"Accept-Encoding": "identity"} | key_headers(os.environ),
         )
         self._step = 0  # optimizer steps done, for a new registration
         self._ready: RawBatch | None = None

@@ -28,6 +28,7 @@ from atropos_common.system.run_dir import ENV_TOKEN, RunDir
 from atropos_tui.cli.manage import runs
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.run.run_files import streams
+from atropos_tui.profile.load import parse_toml
 from atropos_tui.profile.redact import (
     Scrubber,
     is_harmless,
@@ -36,7 +37,6 @@ from atropos_tui.profile.redact import (
     secret_references,
 )
 from atropos_tui.profile.spec import references
-from atropos_tui.profile.toml_lines import parse_toml
 from atropos_tui.supervisor.journal import tracker
 from atropos_tui.supervisor.journal.store import ProcessTable
 from atropos_tui.supervisor.processes import procfs

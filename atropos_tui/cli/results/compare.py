@@ -33,7 +33,7 @@ from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.bench import Progress, benchmark_runs, benchmarks_json, render_benchmarks
 from atropos_tui.monitor.format import plain_text, text_table
 from atropos_tui.monitor.overlay import read_runs, settings_table
-from atropos_tui.profile.budget.hardware import read_machine
+from atropos_tui.profile.budget.inventory import read_machine
 from atropos_tui.profile.checks.preflight import separate
 from atropos_tui.profile.errors import refused
 from atropos_tui.profile.sections import Profile, find_profile, load_profile

@@ -35,7 +35,7 @@ from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.bench import Progress, RunBenchmark, benchmark_run
 from atropos_tui.monitor.format import counted, duration, number, one_line, text_table
 from atropos_tui.monitor.overlay import read_runs, seeds_table
-from atropos_tui.profile.budget.hardware import read_machine
+from atropos_tui.profile.budget.inventory import read_machine
 from atropos_tui.profile.checks.preflight import separate
 from atropos_tui.profile.errors import printable, refused
 from atropos_tui.profile.sections import Profile, find_profile

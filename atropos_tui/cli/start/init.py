@@ -28,8 +28,8 @@ from atropos_tui.profile import ports
 from atropos_tui.profile.budget.fit import lack, nearest
 from atropos_tui.profile.budget.memory import Inventory, gpu_count, site_budget
 from atropos_tui.profile.checks.consistency import placed
-from atropos_tui.profile.checks.env_checks import user_module
 from atropos_tui.profile.checks.preflight import lacks, mismatches, unfit
+from atropos_tui.profile.checks.programs import user_module
 from atropos_tui.profile.errors import did_you_mean, printable, value_text
 from atropos_tui.profile.load import Origins, shipped_profiles
 from atropos_tui.profile.schema import TITLE

@@ -8,9 +8,9 @@ from typing import Any
 
 from atropos_tui.cli.start.init_text import by_table, with_changes, with_comment, with_values
 from atropos_tui.cli.start.profiles import planned_site
+from atropos_tui.profile.budget.inventory import Model
 from atropos_tui.profile.budget.memory import Inventory, kv_bytes_per_token
-from atropos_tui.profile.budget.models import Model
-from atropos_tui.profile.checks.env_checks import environment_source
+from atropos_tui.profile.checks.programs import environment_source
 from atropos_tui.profile.errors import value_text
 from atropos_tui.profile.plan import is_ours
 from atropos_tui.profile.sections import Profile, parse_profile

@@ -16,7 +16,7 @@ from atropos_tui.cluster.machines import lacking
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.profile.budget import memory
 from atropos_tui.profile.budget.fit import advice, settle, split_gpus, split_text
-from atropos_tui.profile.budget.hardware import EXAMPLES, Hardware, named_machine
+from atropos_tui.profile.budget.inventory import EXAMPLES, Hardware, named_machine
 from atropos_tui.profile.budget.memory import (
     Inventory,
     as_data,

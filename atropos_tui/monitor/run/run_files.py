@@ -28,7 +28,7 @@ from atropos_common.system.run_dir import LATEST_TIME, RunDir
 from atropos_tui.monitor.format import counted, one_line, real
 from atropos_tui.monitor.run.series import MOST_STEPS
 from atropos_tui.monitor.run.state import ROLLOUTS_KEPT, RunState
-from atropos_tui.profile.toml_lines import parse_toml
+from atropos_tui.profile.load import parse_toml
 from atropos_tui.supervisor.journal import tracker
 from atropos_tui.supervisor.journal.liveness import left_by, run_elsewhere
 from atropos_tui.supervisor.journal.store import ProcessTable

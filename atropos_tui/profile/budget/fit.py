@@ -1,8 +1,9 @@
-"""Settings with which a stack fits its GPUs, and the meaning of `memory = auto | speed | fit`.
+"""Settings with which a stack fits its GPUs, and `memory = auto
+ speed
+ fit`.
 
-Every setting that trades speed for memory has a cost, the factor by which a step becomes slower.
-`nearest` tries combinations in the order of their cost; it is pure. `settle` writes the result into
-the profile.
+Each setting that saves memory has a cost, the factor by which a step becomes slower. `nearest`
+tries combinations in the order of their cost. Pure.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ import tomli_w
 
 from atropos_tui.errors import Problem
 from atropos_tui.profile.budget import memory
-from atropos_tui.profile.budget.hardware import Hardware
+from atropos_tui.profile.budget.inventory import Hardware, Model
 from atropos_tui.profile.budget.memory import Budget, Inventory
-from atropos_tui.profile.budget.models import Model
 from atropos_tui.profile.sections import MOST_RANKS, EngineSection, Profile
 from atropos_tui.profile.site import (
     Site,
@@ -50,7 +50,7 @@ MASTERS = {"fp32": 1.0, "kahan": 1.03, "stochastic": 1.06}
 
 @dataclass(frozen=True)
 class Option:
-    """Settings that belong together; an empty option changes nothing."""
+    """Settings that belong together."""
 
     settings: tuple[Setting, ...] = ()
     cost: float = 1.0
@@ -58,12 +58,10 @@ class Option:
 
 @dataclass(frozen=True)
 class Fit:
-    """Settings with which the whole stack fits."""
-
     settings: dict[str, Any]
     """Profile key -> value; empty: the profile fits as it is."""
     cost: float
-    """Factor by which a step becomes slower, roughly."""
+    """Factor of a step's time, roughly."""
     budget: Budget
 
     @property
@@ -87,7 +85,7 @@ def toml(value: Any) -> str:
 
 
 def fits(budget: Budget, slack: float = 0.0) -> bool:
-    """True if every device with a known total has enough memory, and every engine can start."""
+    """True if known devices have enough memory and every engine can start."""
     # Devices without a known total are assumed to be large enough.
     known = [device for device in budget.devices if device.total is not None]
     return not budget.too_small_caches and all(
@@ -124,7 +122,6 @@ def nearest(
 
 
 def on_gpus(profile: Profile, settings: TrainingConfig, inventory: Inventory) -> bool:
-    """The trainer runs on GPUs whose memory is known."""
     if profile.is_spread:
         return False  # machines may differ, and none of their GPUs are known
     names = memory.trainer_devices(profile, settings, inventory.machine)
@@ -160,7 +157,6 @@ def _search(
 def budget_with(
     site: Site, settings: TrainingConfig, inventory: Inventory, chosen: Mapping[str, Any]
 ) -> Budget:
-    """Return the budget with `chosen` instead of the profile's values."""
     profile, config = _chosen(site, settings, chosen)
     return memory.make_budget(profile, config, inventory.models, inventory.machine)
 
@@ -178,7 +174,6 @@ def _chosen(
 
 
 def with_settings(profile: Profile, chosen: Mapping[str, Any]) -> Profile:
-    """Return the profile as if its file contained `chosen`."""
     update: dict[str, Any] = {key: value for key, value in chosen.items() if "." not in key}
     trainer = {
         key.removeprefix("trainer."): value
@@ -228,7 +223,6 @@ def _ladders(
 
 
 def _more_gpus(profile: Profile, model: Model, inventory: Inventory) -> list[Option]:
-    """Idle GPUs: more trainer ranks, or in single copy a larger tensor-parallel engine."""
     engine, there = profile.vllm[0], range(len(inventory.machine.gpus))
     # Separate GPUs: give the trainer all idle ones, if its own are among them.
     if not traits_of(profile).shares_memory:
@@ -293,7 +287,6 @@ def _passes(profile: Profile, settings: TrainingConfig) -> list[Option]:
 def _caches(
     site: Site, settings: TrainingConfig, model: Model, inventory: Inventory
 ) -> list[Option]:
-    """Smaller KV caches, if the engine shares the trainer's GPU."""
     engine = site.profile.vllm[0]
     names = memory.engine_devices(engine, inventory.machine)
     if not set(names) & set(memory.trainer_devices(site.profile, settings, inventory.machine)):
@@ -364,12 +357,8 @@ KEPT_BY_A_RESUME = frozenset(
 
 
 def settle(site: Site, inventory: Inventory, *, resumed: bool = False) -> tuple[Site, str]:
-    """Apply the `memory` key of a profile. Keys that the profile sets stay; a `resumed` run also
-    keeps `KEPT_BY_A_RESUME`.
-
-    Returns:
-        The site, and what was chosen and why; empty if there is no choice.
-    """
+    """Apply the `memory` key; keys that the profile sets stay. Return the site, and what was chosen
+    and why."""
     profile = site.profile
     try:
         settings = training_config(site)
@@ -455,7 +444,7 @@ def advice(site: Site, inventory: Inventory) -> list[str]:
             cost = f"on {len(gpus)} GPUs"
         if "mode" in fit.settings:
             cost = "training adapters instead of the model"
-        lines += [f"  # {cost}; {room(fit.budget)}", *(f"  {line}" for line in fit.lines), ""]
+        lines += [f"  # {cost}; {use_text(fit.budget)}", *(f"  {line}" for line in fit.lines), ""]
     return lines[:-1]
 
 
@@ -466,7 +455,6 @@ def _gpus_wanted(site: Site, inventory: Inventory) -> str:
     kind, first = machine.gpus[site.profile.trainer.gpus[0]], len(machine.gpus)
 
     def needed(chosen: Mapping[str, Any]) -> int | None:
-        """Number of GPUs that suffice if they are otherwise empty; None: more than `MOST_RANKS`."""
         # The added GPUs are of the trainer's own kind, and hold nothing else.
         for count in range(1, MOST_RANKS + 1):
             more = replace(
@@ -498,8 +486,7 @@ def _gpus_wanted(site: Site, inventory: Inventory) -> str:
     return f"The trainer alone needs {kind.name} GPUs: {', '.join(texts)}"
 
 
-def room(budget: Budget) -> str:
-    """Used and total memory of each device."""
+def use_text(budget: Budget) -> str:
     known = [device for device in memory.alike(budget.devices) if device.total is not None]
     return ", ".join(
         f"{d.name}: {memory.size_text(d.wanted)} of {memory.size_text(d.total or 0)}" for d in known

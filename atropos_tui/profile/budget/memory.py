@@ -20,17 +20,23 @@ from typing import Any
 from atropos_common.models import model_math
 from atropos_common.models.model_math import Adapters, Dimensions
 from atropos_common.protocol.bridge import few_graph_sizes, server_rank
-from atropos_tui.profile.budget.hardware import Hardware, read_machine
-from atropos_tui.profile.budget.models import LAYER, Model, Shapes, read_model
+from atropos_tui.profile.budget.inventory import (
+    LAYER,
+    Hardware,
+    Model,
+    Shapes,
+    read_machine,
+    read_model,
+)
+from atropos_tui.profile.placement import Placement
 from atropos_tui.profile.plan import LORA_SLOTS, MOST_SEQUENCES, resolve_path
-from atropos_tui.profile.seats import Seat
 from atropos_tui.profile.sections import EngineSection, Profile
 from atropos_tui.profile.site import (
     Site,
     engine_model,
     fed_engines,
     longest_sequence,
-    trainer_seats,
+    trainer_placements,
     training_config,
     traits_of,
 )
@@ -45,8 +51,6 @@ GRAPH = 512 * 1024
 """Bytes of one CUDA graph for one batch size and layer."""
 LONG_ROW = 16_384
 """Sequence length from which the notes mention sharing rows among ranks."""
-LARGE_MODEL = 100_000_000
-"""Parameters from which the trainer compiles on a GPU, as in trainer_core/policy/speed.py."""
 MASTERS = {"fp32": "float32", "kahan": "what rounding lost"}
 """Extra copies of each `master_weights` setting, for display."""
 _BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
@@ -110,11 +114,8 @@ class Device:
     @property
     def certain(self) -> int:
         """`wanted` without estimates, with all that vLLM reserves."""
-        return sum(
-            item.bytes or 0
-            for item in self.items
-            if not item.estimate or item.component != "trainer"
-        )
+        counted = (i for i in self.items if not i.estimate or i.component != "trainer")
+        return sum(item.bytes or 0 for item in counted)
 
     @property
     def is_too_small(self) -> bool:
@@ -124,30 +125,23 @@ class Device:
 
 @dataclass(frozen=True)
 class Budget:
-    """Budget of a stack: its devices, the unknown parts, and what does not fit."""
-
     devices: list[Device]
     notes: list[str]
     warnings: list[str]
     too_small_caches: list[str]
-    """Engines whose KV cache does not hold one sequence."""
+    """Engines whose cache does not hold one sequence."""
 
 
 def make_budget(
     profile: Profile, settings: TrainingConfig, models: Mapping[str, Model | str], machine: Hardware
 ) -> Budget:
-    """Return the budget of a profile.
-
-    Args:
-        settings: the trainer's, with everything derived.
-        models: engine name -> model, or the reason why it is unknown.
-    """
+    """`models`: engine name -> model, or why it is unknown."""
     builder = _Builder(profile, settings, machine)
     # Engines first: the trainer's activations fill what engines leave on a shared GPU.
-    for section, made in zip(profile.vllm, profile.seated, strict=True):
+    for section, made in zip(profile.vllm, profile.placed, strict=True):
         if isinstance(model := models[section.name], Model):
-            for engine, seats in made:
-                builder.engine(engine, model, seats)
+            for engine, placements in made:
+                builder.engine(engine, model, placements)
     notes = [
         f"{section.name}: unknown: {m}"
         for section in profile.vllm
@@ -173,8 +167,7 @@ def make_budget(
 
 
 def alike(devices: list[Device]) -> list[Device]:
-    """Merge devices with equal contents; across machines also engines that differ only in their
-    number."""
+    """Merge devices with equal contents, engine numbers aside."""
     found = []
     for _, group in groupby(devices, _contents):
         first, *others = group
@@ -189,7 +182,6 @@ def alike(devices: list[Device]) -> list[Device]:
 
 
 def _contents(device: Device) -> tuple[int | None, list[Item]]:
-    """Key for `alike`: without engine numbers if there are several machines."""
     if device.name == HOST or device.name.startswith("GPU "):
         return device.total, device.items
     return device.total, [
@@ -208,10 +200,9 @@ def host_of(name: str) -> str:
     return name if is_host(name) else name.rpartition("GPU")[0] + HOST
 
 
-def seat_devices(seats: Sequence[Seat]) -> list[str]:
-    """GPUs of several machines, or the machines if no GPUs are used."""
-    gpus = [f"{seat.node} GPU {gpu}" for seat in seats for gpu in seat.gpus]
-    return gpus or [f"{seat.node} {HOST}" for seat in seats]
+def placement_devices(placements: Sequence[Placement]) -> list[str]:
+    gpus = [f"{placement.node} GPU {gpu}" for placement in placements for gpu in placement.gpus]
+    return gpus or [f"{placement.node} {HOST}" for placement in placements]
 
 
 def site_budget(site: Site, inventory: Inventory) -> Budget:
@@ -225,11 +216,11 @@ def engine_devices(section: EngineSection, machine: Hardware) -> list[str]:
 
 
 def trainer_devices(profile: Profile, settings: TrainingConfig, machine: Hardware) -> list[str]:
-    """Devices of the trainer's own memory; in single copy the engine's."""
     if profile.is_spread:
-        seats = trainer_seats(profile)
-        return seat_devices(
-            [seat._replace(gpus=[]) for seat in seats] if settings.device == "cpu" else seats
+        placements = trainer_placements(profile)
+        on_cpu = settings.device == "cpu"
+        return placement_devices(
+            [placement._replace(gpus=[]) for placement in placements] if on_cpu else placements
         )
     if settings.device == "cpu":
         return [HOST]
@@ -269,9 +260,12 @@ class _Builder:
         for name in names:
             self.device(name).items.append(Item(component, what, size, note, **more))
 
-    def engine(self, section: EngineSection, model: Model, seats: Sequence[Seat] = ()) -> None:
-        """Add weights, vLLM's working memory, and the KV cache that fills the rest."""
-        names = seat_devices(seats) if seats else engine_devices(section, self.machine)
+    def engine(
+        self, section: EngineSection, model: Model, placements: Sequence[Placement] = ()
+    ) -> None:
+        names = (
+            placement_devices(placements) if placements else engine_devices(section, self.machine)
+        )
         fed = section.name in self.fed
         width = dtype_bytes(section.dtype or self.settings.dtype, model)
         # Bytes of this engine on one device; the KV cache fills what is left of vLLM's share.
@@ -282,28 +276,19 @@ class _Builder:
             held += size
             self.add(names, section.name, what, size, note, estimate=estimate)
 
-        only = (
-            "the only copy: the trainer attaches to it" if self.traits.shares_memory and fed else ""
-        )
+        shared = self.traits.shares_memory and fed
+        only = "the only copy: the trainer attaches to it" if shared else ""
         add("weights", math.ceil(model.stored_bytes(width) / section.gpus_per_copy), only)
         if self.traits.lora and fed:
-            add(
-                "adapters",
-                math.ceil(
-                    slot_elements(model, section, self.settings) * width / section.gpus_per_copy
-                ),
-            )
+            elements = slot_elements(model, section, self.settings)
+            add("adapters", math.ceil(elements * width / section.gpus_per_copy))
         if not is_host(names[0]):
             total = self.device(names[0]).total
             working = working_memory(section, model, width, total)
             add("working memory", working, "activations, sampler, CUDA", estimate=True)
             if graphs := graph_sizes(section, restarted=fed and self.traits.restarts_engine):
-                add(
-                    "CUDA graphs",
-                    graphs * model.dimensions.layers * GRAPH,
-                    f"{graphs} sizes",
-                    estimate=True,
-                )
+                size = graphs * model.dimensions.layers * GRAPH
+                add("CUDA graphs", size, f"{graphs} sizes", estimate=True)
         self._kv_cache(names, section, model, width, held)
 
     def _kv_cache(
@@ -324,10 +309,9 @@ class _Builder:
         self.add(names, section.name, "KV cache", size, f"{tokens:,} tokens{fits}")
         if longest and tokens < longest:
             self.warnings.append(
-                f"{section.name}: the KV cache on {device.name} holds {tokens:,} tokens, and "
-                f"one sequence may have "
-                f"{longest:,}: vLLM will not start. Raise gpu_memory_utilization (now "
-                f"{share:g}) or lower max_model_len"
+                f"{section.name}: the KV cache on {device.name} holds {tokens:,} tokens, and one "
+                f"sequence may have {longest:,}: vLLM will not start. Raise "
+                f"gpu_memory_utilization (now {share:g}) or lower max_model_len"
             )
         return None
 
@@ -339,7 +323,6 @@ class _Builder:
         return int(gib) * 1024**3 if gib.isdecimal() else None
 
     def trainer(self, model: Model) -> None:
-        """Add everything that the trainer allocates itself."""
         settings = self.settings
         names = trainer_devices(self.profile, settings, self.machine)
         on_gpu = not is_host(names[0])
@@ -366,25 +349,17 @@ class _Builder:
             add("frozen reference", model.parameters * width, "ref_kl_coef")
         if self.traits.lora:
             trained, half = adapter_shapes(model, settings), False
-            parameters = count(trained) * len(
-                names
-            )  # every rank has a whole copy; `add` divides by the ranks
+            # Every rank has a whole copy; `add` divides by the ranks.
+            parameters = count(trained) * len(names)
             add("adapters", 4 * parameters, f"rank {settings.lora_r}, float32")
-        part = (
-            "" if parameters == model.parameters else f", {count(trained):,} parameters are trained"
-        )
+        all_train = parameters == model.parameters
+        part = "" if all_train else f", {count(trained):,} parameters are trained"
         # Gradients are collected in float32 unless the weights are half precision and bfloat16 is
         # set.
         narrow = half and settings.gradient_dtype == "bfloat16"
-        add(
-            "gradients",
-            (2 if narrow else model_math.GRADIENT_BYTES) * parameters,
-            f"{'bfloat16' if narrow else 'float32'}{part}",
-        )
-        away, hosts = (
-            settings.optimizer_offload and on_gpu,
-            list(dict.fromkeys(map(host_of, names))),
-        )
+        size = (2 if narrow else model_math.GRADIENT_BYTES) * parameters
+        add("gradients", size, f"{'bfloat16' if narrow else 'float32'}{part}")
+        away, hosts = settings.optimizer_offload and on_gpu, [*dict.fromkeys(map(host_of, names))]
         optimizer = effective_optimizer(settings, on_gpu=on_gpu)
         # The optimizer step converts weights to float32 one part at a time; by then the activations
         # are freed.
@@ -396,12 +371,8 @@ class _Builder:
             # Host tensors: the masters, and two optimizer states of equal width.
             widths = [masters] * bool(masters) + [model_math.STATE_BYTES[optimizer] // 2] * 2
             size = model_math.pinned_bytes(trained.values(), [width for width in widths if width])
-            add(
-                "masters, states",
-                size,
-                f"{settings.master_weights}, {optimizer}: optimizer_offload",
-                at=hosts,
-            )
+            note = f"{settings.master_weights}, {optimizer}: optimizer_offload"
+            add("masters, states", size, note, at=hosts)
         else:
             if masters:
                 add("master weights", masters * parameters, MASTERS[settings.master_weights])
@@ -422,13 +393,8 @@ class _Builder:
         self._activations(names, model, trained, step)
 
     def _activations(self, names: list[str], model: Model, trained: Shapes, step: int) -> None:
-        """Add the larger of a pass's activations and the optimizer step's temporaries, which
-        never coexist."""
-        settings, on_gpu, dimensions = (
-            self.settings,
-            not is_host(names[0]),
-            self._of_a_rank(model, len(names)),
-        )
+        settings, on_gpu = self.settings, not is_host(names[0])
+        dimensions = self._of_a_rank(model, len(names))
         wanted = self._kept(names, model, trained, dimensions)
         recomputes = settings.gradient_checkpointing == "on" or settings.activation_offload
         kept = wanted(dimensions.layers if recomputes else 0)
@@ -449,25 +415,16 @@ class _Builder:
         # Activations are freed before the optimizer step, so the larger of both counts.
         if step > kept.total:
             note = "less than the optimizer step needs for one part of the parameters"
-        self.add(
-            names, "trainer", "activations", max(kept.total + logits, step), note, estimate=True
-        )
+        size = max(kept.total + logits, step)
+        self.add(names, "trainer", "activations", size, note, estimate=True)
         if kept.offloaded:
-            hosts = Counter(map(host_of, names))
-            for host, ranks_there in hosts.items():
+            note = "a hidden state for each layer"
+            for host, ranks_there in Counter(map(host_of, names)).items():
                 away = kept.offloaded * ranks_there
-                self.add(
-                    [host],
-                    "trainer",
-                    "activations",
-                    away,
-                    "a hidden state for each layer",
-                    estimate=True,
-                )
+                self.add([host], "trainer", "activations", away, note, estimate=True)
 
     def _of_a_rank(self, model: Model, ranks: int) -> Dimensions:
-        """Dimensions that one rank computes: with tensor parallelism its heads, its part of each
-        MLP and of the vocabulary."""
+        """Dimensions of one rank in tensor parallelism."""
         whole = model.dimensions
         if ranks == 1 or not self.traits.shares_memory:
             return whole
@@ -482,13 +439,13 @@ class _Builder:
     def _kept(
         self, names: list[str], model: Model, trained: Shapes, dimensions: Dimensions
     ) -> Callable[[int], model_math.Activations]:
-        """Activations of a pass as a function of the number of checkpointed layers."""
+        """Number of checkpointed layers -> activations."""
         settings, ranks, on_gpu = self.settings, len(names), not is_host(names[0])
         largest = largest_of(trained) // ranks
         if ranks > 1 and not self.traits.shares_memory:
             largest = 0  # counted in "gathered layers"
         large = settings.compile == "on" or (
-            settings.compile == "auto" and model.parameters >= LARGE_MODEL
+            settings.compile == "auto" and model.parameters >= model_math.LARGE_MODEL
         )
         layers = [int(layer[1]) for name in trained if (layer := LAYER.search(name))]
         # The backward pass runs down to the lowest trained layer, or to the embedding.
@@ -511,15 +468,14 @@ class _Builder:
 
 
 def _rows_are_masters(settings: TrainingConfig) -> bool:
-    """A rank's rows are float32, so no separate masters exist."""
     # Any other setting needs half-precision rows with separate masters.
     plain = settings.master_weights == "fp32" and settings.gradient_dtype == "float32"
     return plain and not settings.optimizer_offload
 
 
 def gathered_bytes(model: Model, width: int, *, trains: bool) -> tuple[int, str]:
-    """Bytes that a rank gathers temporarily, and the formula: two layers with embeddings and
-    head; for training also one layer's gradient in its own type and in float32."""
+    """Bytes and formula: two layers with embeddings and head; with gradients also one layer's, in
+    its own type and in float32."""
     # Parameters of each layer; "" collects the embeddings, the final norm and the head.
     layers: Counter[str] = Counter()
     for name, shape in model.shapes.items():
@@ -540,7 +496,7 @@ def largest_of(shapes: Shapes) -> int:
 
 
 def graph_sizes(section: EngineSection, *, restarted: bool) -> int:
-    """Batch sizes for which vLLM captures CUDA graphs: fewer for an engine that restarts often."""
+    """Number of CUDA graphs; fewer for an engine that restarts often."""
     if section.flag("enforce-eager"):
         return 0
     most = section.flag_number("max-cudagraph-capture-size", 512)
@@ -553,13 +509,11 @@ def graph_sizes(section: EngineSection, *, restarted: bool) -> int:
 
 
 def overflow(device: Device, profile: Profile, settings: TrainingConfig) -> str | None:
-    """Warning with fixes for a device with too little memory."""
     if device.total is None or device.wanted <= device.total:
         return None
     return (
         f"{device.name}: {size_text(device.wanted)} are needed, but only "
-        f"{size_text(device.total)} exist. "
-        f"Fixes: {'; '.join(ways_out(device, profile, settings))}"
+        f"{size_text(device.total)} exist. Fixes: {'; '.join(ways_out(device, profile, settings))}"
     )
 
 
@@ -622,12 +576,8 @@ def as_data(budget: Budget) -> dict[str, Any]:
         for item in device.items:
             sizes = by_component.setdefault(item.component, {})
             sizes[device.name] = sizes.get(device.name, 0) + (item.bytes or 0)
-    return {
-        "notes": budget.notes,
-        "warnings": budget.warnings,
-        "devices": devices,
-        "by_component": by_component,
-    }
+    whole = {"notes": budget.notes, "warnings": budget.warnings}
+    return whole | {"devices": devices, "by_component": by_component}
 
 
 def as_lines(budget: Budget) -> list[str]:
@@ -641,20 +591,15 @@ def as_lines(budget: Budget) -> list[str]:
         model = f" ({device.model})" if device.model else ""
         lines.append(f"  {device.name}{model}: {size_text(device.wanted)}{more} {known}")
         for item in device.items:
-            size = (
-                "unknown"
-                if item.bytes is None
-                else ("~" if item.estimate else "") + size_text(item.bytes)
-            )
-            lines.append(
-                f"    {item.component:<10} {item.what:<16} {size:>12}  {item.note}".rstrip()
-            )
+            size = "unknown" if item.bytes is None else size_text(item.bytes)
+            size = f"~{size}" if item.estimate and item.bytes is not None else size
+            row = f"    {item.component:<10} {item.what:<16} {size:>12}  {item.note}"
+            lines.append(row.rstrip())
     return [*lines, *(f"  WARNING {warning}" for warning in budget.warnings)]
 
 
 def kv_bytes_per_token(section: EngineSection, model: Model, width: int) -> int:
-    """Bytes of keys and values of one token on one device. Heads are replicated if there are
-    fewer than GPUs."""
+    """Bytes of one token on one device."""
     dimensions = model.dimensions
     # Fewer heads than GPUs are replicated, so each GPU stores at least one.
     heads = max(1, dimensions.kv_heads // section.tensor_parallel)
@@ -668,11 +613,7 @@ def kv_bytes_per_token(section: EngineSection, model: Model, width: int) -> int:
 
 
 def working_memory(section: EngineSection, model: Model, width: int, total: int | None) -> int:
-    """Bytes that vLLM measures before it allots the KV cache: a full batch, float32 logits, CUDA.
-
-    Args:
-        total: bytes of the GPU, from which vLLM derives its largest batch.
-    """
+    """Bytes of a full batch, float32 logits and CUDA. `total`: bytes of the GPU."""
     large = total is not None and total >= 70 * 1024**3  # vLLM's own threshold for its defaults
     tokens = section.flag_number("max-num-batched-tokens", 8192 if large else 2048)
     sequences = section.flag_number("max-num-seqs", 1024 if large else 256)
@@ -686,7 +627,6 @@ def working_memory(section: EngineSection, model: Model, width: int, total: int 
 
 
 def tokens_per_pass(settings: TrainingConfig, longest: int | None, ranks: int = 1) -> int:
-    """Upper bound of tokens in one pass of a rank."""
     sequence, context = (
         min(settings.seq_len, longest or settings.seq_len),
         settings.context_parallel,
@@ -697,7 +637,6 @@ def tokens_per_pass(settings: TrainingConfig, longest: int | None, ranks: int = 
 
 
 def effective_optimizer(settings: TrainingConfig, *, on_gpu: bool) -> str:
-    """Optimizer that the trainer uses on such a device."""
     chosen = "optimizer" in settings.model_fields_set
     return model_math.effective_optimizer(settings.optimizer, chosen=chosen, on_gpu=on_gpu)
 
@@ -726,7 +665,6 @@ def slot_elements(model: Model, section: EngineSection, settings: TrainingConfig
 
 
 def dtype_bytes(dtype: str, model: Model) -> int:
-    """Bytes of one weight; `auto` is the type of the stored model."""
     return _BYTES.get(model.dtype if dtype == "auto" else dtype, 2)
 
 

@@ -17,10 +17,16 @@ from atropos_common.net.ports import is_loopback, is_wildcard
 from atropos_common.protocol.bridge import LORA_RANKS, ROUTING_FLAG, server_rank
 from atropos_tui.cluster.checks import check_nodes, crowded, unused_gpus
 from atropos_tui.errors import Problem
-from atropos_tui.profile.errors import counted, key_text, printable
+from atropos_tui.profile.errors import (
+    counted,
+    gpu_named_twice,
+    key_text,
+    one_engine_fed,
+    printable,
+)
+from atropos_tui.profile.placement import host_names, part_names
 from atropos_tui.profile.redact import is_plain_setting, is_secret_name
 from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
-from atropos_tui.profile.seats import host_names, part_names
 from atropos_tui.profile.sections import EngineSection, EnvSection, ExtraSection, Profile
 from atropos_tui.profile.site import (
     Site,
@@ -30,8 +36,8 @@ from atropos_tui.profile.site import (
     longest_sequence,
     meeting_address,
     trainer_gpus,
+    trainer_placements,
     trainer_ranks,
-    trainer_seats,
     training_config,
     traits_of,
 )
@@ -142,11 +148,9 @@ def check_notes(site: Site) -> list[str]:
         )
     elif site.traits.other_gpus and not is_loopback(place := meeting_address(site, settings)):
         notes.append(
-            f"WARNING {_meeting_key(settings)}: the broadcast's group meets at {place}, "
-            f"beyond the loopback. Weights "
-            "are not encrypted, and anyone on that network can read them or break the group: "
-            "use a network that you "
-            "trust"
+            f"WARNING {_meeting_key(settings)}: the broadcast's group meets at {place}, beyond "
+            "the loopback. Weights are not encrypted, and anyone on that network can read them or "
+            "break the group: use a network that you trust"
         )
     # A note, not a problem: idle GPUs may be intended.
     for node, gpus in unused_gpus(profile).items():
@@ -159,15 +163,13 @@ def check_notes(site: Site) -> list[str]:
         )
     if site.traits.lora and 0 < settings.lr < LEAST_ADAPTER_LR:
         notes.append(
-            f"WARNING trainer.lr = {settings.lr:g} suits a whole model; an adapter learns "
-            f"almost nothing with it. "
-            "Use 1e-4 to 2e-4"
+            f"WARNING trainer.lr = {settings.lr:g} suits a whole model; an adapter learns almost "
+            "nothing with it. Use 1e-4 to 2e-4"
         )
     return notes
 
 
 def check_commands(stack: StackSpec) -> list[str]:
-    """Warnings about commands that open a port or data to other users."""
     return [f"WARNING {part.name}: {note}" for part in stack.components for note in _exposed(part)]
 
 
@@ -176,9 +178,8 @@ def _exposed(part: ComponentSpec) -> Iterator[str]:
     for flag, value in _flags(command):
         if flag == "--host" and value != own and not is_loopback(value.strip("[]")):
             yield (
-                f"--host {printable(value)} makes it reachable for everybody on that "
-                f"network: leave it out for the "
-                "loopback, and use ssh -L from other machines"
+                f"--host {printable(value)} makes it reachable for everybody on that network: "
+                "leave it out for the loopback, and use ssh -L from other machines"
             )
         elif flag == "--middleware":
             yield (
@@ -226,13 +227,11 @@ def _fed_urls(site: Site) -> Iterator[Problem]:
     fed = [site.engine_url(engine) for engine in fed_engines(site.profile)]
     if named and sorted(url.rstrip("/") for url in _words(named)) != sorted(fed):
         yield Problem(
-            f"the trainer would not feed {', '.join(fed)}, which this profile starts and "
-            f"which answer no request "
-            "before they have weights",
-            "leave it out: the plan derives it. For a server on another machine add a "
-            "[[vllm]] with `node`, see "
-            "docs/cluster.md; for servers outside the stack run the trainer alone: python -m "
-            "trainer_core",
+            f"the trainer would not feed {', '.join(fed)}, which this profile starts and which "
+            "answer no request before they have weights",
+            "leave it out: the plan derives it. For a server on another machine add a [[vllm]] "
+            "with `node`, see docs/cluster.md; for servers outside the stack run the trainer "
+            "alone: python -m trainer_core",
             key="trainer.vllm_urls",
         )
 
@@ -244,7 +243,6 @@ def _words(value: Any) -> list[str]:
 
 
 def _other_trainer(profile: Profile) -> Iterator[Problem]:
-    """Refuse settings and weight modes that another trainer does not read."""
     if profile.trainer.command is None:
         return
     for key in profile.trainer.settings:
@@ -315,15 +313,18 @@ def _fed(profile: Profile) -> Iterator[Problem]:
 def _names(profile: Profile) -> list[Problem]:
     named = [
         ("api", "api"),
-        *((name, "trainer") for name in host_names("trainer", len(trainer_seats(profile)) or 1)),
+        *(
+            (name, "trainer")
+            for name in host_names("trainer", len(trainer_placements(profile)) or 1)
+        ),
     ]
     named += [(name, f"component.{name}") for name in profile.component]
     named += [(part.name, f"env.{index}.name") for index, part in enumerate(profile.env)]
     named += [
         (name, f"vllm.{index}.name")
-        for index, made in enumerate(profile.seated)
-        for part, seats in made
-        for name in part_names(part.name, len(seats))
+        for index, made in enumerate(profile.placed)
+        for part, placements in made
+        for name in part_names(part.name, len(placements))
     ]
     named += [(part.name, f"prepare.{index}.name") for index, part in enumerate(profile.prepare)]
     last = dict(named)  # a later entry wins, so the problem names the last key with that name
@@ -354,7 +355,6 @@ _ENGINE_URL = re.compile(r"(base|vllm|openai_base)_url$")
 
 
 def _urls(site: Site) -> Iterator[Problem]:
-    """Addresses of this machine that differ from the ports of run-api and vLLM."""
     profile = site.profile
     # An extra component may be a server too, such as a judge.
     servers = {engine.port for engine in profile.engines} | {
@@ -519,7 +519,6 @@ def _recorded(settings: TrainingConfig) -> Iterator[Problem]:
 
 
 def _several(profile: Profile) -> Iterator[Problem]:
-    """Rollouts must come from an engine that the trainer feeds."""
     first = profile.vllm[0]
     if first.model is not None:
         yield Problem(
@@ -552,13 +551,10 @@ def _gpu_lists(profile: Profile) -> Iterator[Problem]:
         alone = index == 0 and not traits_of(profile).feeds_all
         engines = 1 if alone else len(section.engines)
         if alone and (section.replicas or 1) > 1:
-            yield Problem(
-                f"{section.replicas} engines, and the trainer feeds one in this mode",
-                'leave it out, or use mode = "broadcast" with separate GPUs for the trainer',
-                key=f"vllm.{index}.replicas",
-            )
+            fix = 'leave it out, or use mode = "broadcast" with separate GPUs for the trainer'
+            yield one_engine_fed(section.replicas or 1, fix, f"vllm.{index}.replicas")
         elif len(set(section.gpus)) < count:
-            yield Problem(f"names a GPU twice: {section.gpus}", "name each GPU once", key=key)
+            yield gpu_named_twice(section.gpus, key)
         elif section.gpus and count != engines * each:
             takers = "an engine that takes" if engines == 1 else f"{engines} engines that take"
             yield Problem(
@@ -628,7 +624,6 @@ def _flag_key(index: int, engine: EngineSection, name: str) -> str:
 
 
 def _single_copy_flags(engine: EngineSection, *, adapters: bool) -> Iterator[Problem]:
-    """Refuse flags with which the trainer does not find each weight in memory."""
     for name, why in _UNSHARED.items():
         if adapters and name == "enable-lora":
             continue

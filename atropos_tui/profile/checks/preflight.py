@@ -36,16 +36,15 @@ from atropos_tui.errors import LEAST_FILES, Problem
 from atropos_tui.profile import ports
 from atropos_tui.profile.budget import memory
 from atropos_tui.profile.budget.fit import nearest
-from atropos_tui.profile.budget.hardware import Hardware
+from atropos_tui.profile.budget.inventory import Hardware, Model, is_hub_id
 from atropos_tui.profile.budget.memory import Inventory
-from atropos_tui.profile.budget.models import Model, is_hub_id
-from atropos_tui.profile.checks.env_checks import (
+from atropos_tui.profile.checks.programs import (
     environment_faults,
     environment_files,
     python_path,
+    unknown_flags,
     user_module,
 )
-from atropos_tui.profile.checks.vllm_flags import unknown_flags
 from atropos_tui.profile.errors import counted, in_braces
 from atropos_tui.profile.load import CACHE
 from atropos_tui.profile.plan import resolve_path
@@ -82,7 +81,6 @@ ON_THE_CPU = (
 
 
 def preflight(site: Site, stack: StackSpec, inventory: Inventory) -> list[Problem]:
-    """Problems of starting `stack` on this machine."""
     return [
         *lacks(site, stack, inventory.machine),
         *mismatches(site, inventory),
@@ -116,7 +114,6 @@ def mismatches(site: Site, inventory: Inventory) -> list[Problem]:
 
 
 def unfit(site: Site, inventory: Inventory) -> list[Problem]:
-    """Missing GPUs, and GPUs that are certainly too small."""
     return [*_gpus(site, inventory.machine), *_memory(site, training_config(site), inventory)]
 
 
@@ -249,9 +246,8 @@ def _nodes(site: Site) -> Iterator[Problem]:
     if cluster.launcher != "slurm" and not is_this_machine(first.address):
         where = first.host if cluster.launcher != "kubernetes" else f"the pod {first.host}"
         yield Problem(
-            f"{first.address}, the first machine of the profile, is not this machine, but "
-            f"the supervisor has to run "
-            "there",
+            f"{first.address}, the first machine of the profile, is not this machine, but the "
+            "supervisor has to run there",
             f"log in to {where} and run atropos-tui up there, or put this machine first as a "
             f"[[node]]",
             key="node.0.hosts",
@@ -259,7 +255,6 @@ def _nodes(site: Site) -> Iterator[Problem]:
 
 
 def is_this_machine(address: str) -> bool:
-    """A server on this machine could listen at `address`."""
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[
             0
@@ -425,7 +420,6 @@ def _model_fits(site: Site, settings: TrainingConfig, inventory: Inventory) -> I
 def _not_served(
     site: Site, engine: EngineSection, model: Model, *, adapters: bool
 ) -> tuple[str, str] | None:
-    """Reason and fix if this machine's vLLM does not compute the model as the trainer does."""
     if site.profile.is_spread or (release := installed()) is None:
         return None
     adapters = adapters and engine.flag("lora-target-modules") is None
@@ -509,9 +503,8 @@ def _memory(site: Site, settings: TrainingConfig, inventory: Inventory) -> Itera
     found = nearest(site, inventory, most=1) if small else []
     for device in small:
         yield Problem(
-            f"{device.name}: {memory.size_text(device.certain)} are needed without "
-            f"activations, but only "
-            f"{memory.size_text(device.total or 0)} exist",
+            f"{device.name}: {memory.size_text(device.certain)} are needed without activations, "
+            f"but only {memory.size_text(device.total or 0)} exist",
             f"set {found[0].text}"
             if found
             else "; ".join(memory.ways_out(device, site.profile, settings)),
@@ -544,7 +537,6 @@ def separate(
 
 
 def _own_commands(profile: Profile) -> list[str]:
-    """Commands that the profile writes out: they cannot be changed."""
     keys = ["api.command"] if profile.api.command else []
     keys += [f"{env.name}.command" for env in profile.env if env.command]
     return keys + [

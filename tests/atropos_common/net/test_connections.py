@@ -25,7 +25,7 @@ from starlette.routing import Route
 from atropos_common.net import connections
 from atropos_common.net.body import BodyError, read_body
 from atropos_common.net.connections import ConnectionLimits, connection_of
-from atropos_common.net.http import door_key
+from atropos_common.net.http import run_key
 from atropos_common.system.run_dir import ENV_TOKEN
 from tests.support import two_machines
 from tests.support.two_machines import OWN
@@ -72,7 +72,7 @@ def attack_run_api() -> dict[str, int]:
         holder = subprocess.Popen(hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert holder.stdin and holder.stdout
         opened = int(holder.stdout.readline())
-        ask = [sys.executable, "-c", ASK.format(host=OWN, key=door_key(TOKEN))]
+        ask = [sys.executable, "-c", ASK.format(host=OWN, key=run_key(TOKEN))]
         answers = [
             subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
             for words in (ask, two_machines.elsewhere(*ask))

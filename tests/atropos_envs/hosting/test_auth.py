@@ -11,7 +11,7 @@ import pytest
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 
 from atropos_api.auth import Settings
-from atropos_common.net.http import allowed_hosts, door_key
+from atropos_common.net.http import allowed_hosts, run_key
 from atropos_common.system.run_dir import ENV_DOOR_KEY
 from atropos_envs import EnvFault
 from atropos_envs.arithmetic_server import ArithmeticEnv
@@ -20,7 +20,7 @@ from atropos_envs.tiny_model import make_tiny_model
 from tests.atropos_envs.support import make_env, run_api
 
 TOKEN = "a-token-of-the-run"
-KEY = door_key(TOKEN)
+KEY = run_key(TOKEN)
 OWN = "10.77.0.1"
 GROUP: dict[str, Any] = {"tokens": [[1, 2]] * 4, "masks": [[-100, 2]] * 4, "scores": [1.0, 0.0] * 2}
 

@@ -22,7 +22,7 @@ from atropos_tui.cli.parser import build_parser
 from atropos_tui.cli.start import up
 from atropos_tui.cli.start.profiles import Checked
 from atropos_tui.errors import Exit
-from atropos_tui.profile.budget.hardware import Hardware
+from atropos_tui.profile.budget.inventory import Hardware
 from atropos_tui.profile.budget.memory import Inventory
 from atropos_tui.profile.plan import build_stack
 from atropos_tui.profile.sections import Profile

@@ -11,7 +11,7 @@ import pytest
 from atropos_common.system.run_dir import ENV_NODE_ADDRESS, ENV_TRAINER_HOSTS
 from atropos_tui.cluster.machines import Hosts
 from atropos_tui.profile import ports
-from atropos_tui.profile.budget.hardware import Hardware
+from atropos_tui.profile.budget.inventory import Hardware
 from atropos_tui.profile.checks.consistency import check_profile
 from atropos_tui.profile.checks.preflight import lacks
 from atropos_tui.profile.plan import make_site, stack_of

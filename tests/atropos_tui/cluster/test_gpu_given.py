@@ -12,7 +12,7 @@ import pytest
 from atropos_tui import gpu
 from atropos_tui.cluster import node_probe
 from atropos_tui.gpu import Nvml, given_here
-from atropos_tui.profile.budget.hardware import read_machine
+from atropos_tui.profile.budget.inventory import read_machine
 
 
 class FakeNvml(SimpleNamespace):

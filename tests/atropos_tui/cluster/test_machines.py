@@ -18,12 +18,12 @@ from atropos_tui.cli.main import run
 from atropos_tui.cluster.machines import Hosts, expand_hosts, hosts_of, lacking
 from atropos_tui.cluster.node_agent import environment
 from atropos_tui.profile.budget import memory
-from atropos_tui.profile.budget.hardware import named_machine
+from atropos_tui.profile.budget.inventory import named_machine
 from atropos_tui.profile.checks.consistency import check_profile
 from atropos_tui.profile.checks.preflight import is_this_machine, machines_of, unfit
 from atropos_tui.profile.plan import build_stack, stack_of
 from atropos_tui.profile.sections import Profile, load_profile, parse_profile
-from atropos_tui.profile.site import make_site, trainer_ranks, trainer_seats
+from atropos_tui.profile.site import make_site, trainer_placements, trainer_ranks
 from atropos_tui.profile.spec import ComponentSpec, HttpCheck
 from atropos_tui.supervisor.processes.process import gpus_within
 
@@ -164,7 +164,7 @@ def test_gpus_by_name_are_of_each_machine_and_the_trainer_takes_the_rest() -> No
         ("n-2", [0, 1]),
         ("n-2", [2, 3]),
     ]
-    assert [list(seat) for seat in trainer_seats(chosen)] == [
+    assert [list(placement) for placement in trainer_placements(chosen)] == [
         ["n", [4, 5, 6, 7]],
         ["n-2", [4, 5, 6, 7]],
     ]

@@ -23,11 +23,10 @@ from atropos_tui.profile.checks.consistency import (
 )
 from atropos_tui.profile.checks.preflight import preflight
 from atropos_tui.profile.plan import build_stack, redacted, stack_of
-from atropos_tui.profile.recipes import recipe
 from atropos_tui.profile.redact import hide_command, hide_tree
 from atropos_tui.profile.sections import Profile, load_profile, parse_profile
 from atropos_tui.profile.site import Site, engine_model, make_site
-from atropos_tui.profile.spec import ComponentSpec, RestartPolicy, StackSpec, StopPolicy
+from atropos_tui.profile.spec import ComponentSpec, RestartPolicy, StackSpec, StopPolicy, recipe
 
 
 def profile(**changes: Any) -> Profile:

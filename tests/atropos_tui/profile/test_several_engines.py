@@ -12,7 +12,7 @@ from atropos_tui.cli.main import run
 from atropos_tui.errors import Problem
 from atropos_tui.profile.budget import memory
 from atropos_tui.profile.budget.fit import split_gpus
-from atropos_tui.profile.budget.hardware import Gpu, Hardware, named_machine
+from atropos_tui.profile.budget.inventory import Gpu, Hardware, named_machine
 from atropos_tui.profile.checks.consistency import check_notes, check_profile
 from atropos_tui.profile.checks.preflight import separate, unfit
 from atropos_tui.profile.plan import build_stack, sequences_in_flight

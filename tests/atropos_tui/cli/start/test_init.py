@@ -24,7 +24,7 @@ from atropos_tui.cli.start.profiles import planned_site, schema_text
 from atropos_tui.errors import Exit
 from atropos_tui.profile.budget import memory
 from atropos_tui.profile.budget.fit import lack
-from atropos_tui.profile.budget.hardware import Gpu, Hardware
+from atropos_tui.profile.budget.inventory import Gpu, Hardware
 from atropos_tui.profile.budget.memory import site_budget, take_inventory
 from atropos_tui.profile.checks.consistency import check_notes
 from atropos_tui.profile.ports import is_free

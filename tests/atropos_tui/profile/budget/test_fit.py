@@ -16,11 +16,18 @@ import pytest
 from atropos_common.models import model_math
 from atropos_tui.cli.main import run
 from atropos_tui.cli.start import up
-from atropos_tui.profile.budget import memory, models
+from atropos_tui.profile.budget import inventory as inputs
+from atropos_tui.profile.budget import memory
 from atropos_tui.profile.budget.fit import LAST, SLACK, advice, budget_with, fits, nearest, settle
-from atropos_tui.profile.budget.hardware import Gpu, Hardware, named_machine
+from atropos_tui.profile.budget.inventory import (
+    Gpu,
+    Hardware,
+    Model,
+    model_shapes,
+    named_machine,
+    read_model,
+)
 from atropos_tui.profile.budget.memory import Inventory, site_budget
-from atropos_tui.profile.budget.models import Model, model_shapes, read_model
 from atropos_tui.profile.ports import free_port
 from atropos_tui.profile.sections import load_profile, parse_profile, shipped_profiles
 from atropos_tui.profile.site import Site, make_site, training_config
@@ -211,7 +218,7 @@ def test_any_architecture_is_counted_by_transformers_in_another_process(
 def _in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing transformers once more takes seconds."""
     monkeypatch.setenv("ATROPOS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(models, "_build_in_child", describe)
+    monkeypatch.setattr(inputs, "_build_in_child", describe)
 
 
 @pytest.mark.usefixtures("_in_this_process")
@@ -235,7 +242,7 @@ def test_what_transformers_cannot_build_is_words(
         json.dumps({"architectures": ["Unheard"], "model_type": "unheard"})
     )
     assert "no formula for Unheard, and transformers" in str(read_model(str(tmp_path)))
-    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(inputs.importlib.util, "find_spec", lambda name: None)
     assert "not installed here" in str(read_model(str(tmp_path))), "a laptop"
 
 
@@ -243,8 +250,8 @@ def test_a_process_that_does_not_answer_is_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ATROPOS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(models.sys, "executable", "/bin/false")
-    assert "CalledProcessError" in str(models.build(tmp_path, {"model_type": "llama"}))
+    monkeypatch.setattr(inputs.sys, "executable", "/bin/false")
+    assert "CalledProcessError" in str(inputs.build(tmp_path, {"model_type": "llama"}))
     assert not (tmp_path / "cache/shapes").exists(), "the next time it may answer"
 
 
@@ -275,7 +282,7 @@ threading.Thread(target=server.serve_forever, daemon=True).start()
 os.environ["HF_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
 os.environ["NO_PROXY"] = "127.0.0.1"
 import huggingface_hub.constants
-from atropos_tui.profile.budget.models import read_model
+from atropos_tui.profile.budget.inventory import read_model
 os.environ["HF_HUB_OFFLINE"] = "1"
 print(read_model("owner/name"))
 assert not asked

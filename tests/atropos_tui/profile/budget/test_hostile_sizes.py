@@ -16,9 +16,9 @@ from atropos_common.system.files import LARGEST
 from atropos_tui.errors import UserError
 from atropos_tui.monitor.run import run_files
 from atropos_tui.profile import load
-from atropos_tui.profile.budget import models
-from atropos_tui.profile.budget.models import read_model
-from atropos_tui.profile.checks.env_checks import has_chat_template
+from atropos_tui.profile.budget import inventory
+from atropos_tui.profile.budget.inventory import read_model
+from atropos_tui.profile.checks.programs import has_chat_template
 from atropos_tui.supervisor.processes import procfs
 
 pytestmark = pytest.mark.timeout(30)
@@ -62,7 +62,7 @@ GPT2 = {
 def test_a_hostile_count_is_words_at_once(
     tmp_path: Path, config: dict[str, object], key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "build", lambda *_: pytest.fail("it is not built"))
+    monkeypatch.setattr(inventory, "build", lambda *_: pytest.fail("it is not built"))
     for hostile in (1_000_000, 10**9, 10**400):
         for place in (config | {key: hostile}, config | {"text_config": {key: [hostile]}}):
             (tmp_path / "config.json").write_text(json.dumps(place))
@@ -115,9 +115,9 @@ def test_a_profile_with_a_key_of_thousands_of_parts_costs_no_time(tmp_path: Path
 ASKS = """
 import os, sys
 from pathlib import Path
-from atropos_tui.profile.budget import models
+from atropos_tui.profile.budget import inventory
 os.environ["PYTHONPATH"] = sys.argv[1]
-models.build(Path(sys.argv[1]), {"model_type": "strange"})
+inventory.build(Path(sys.argv[1]), {"model_type": "strange"})
 """
 
 

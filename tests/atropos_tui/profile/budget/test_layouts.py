@@ -12,9 +12,8 @@ import pytest
 
 from atropos_tui.cli.main import run
 from atropos_tui.profile.budget import memory
-from atropos_tui.profile.budget.hardware import Gpu, Hardware
+from atropos_tui.profile.budget.inventory import Gpu, Hardware, Model, model_shapes
 from atropos_tui.profile.budget.memory import Inventory, make_budget
-from atropos_tui.profile.budget.models import Model, model_shapes
 from atropos_tui.profile.checks.consistency import check_graph, check_profile
 from atropos_tui.profile.checks.preflight import preflight
 from atropos_tui.profile.plan import build_stack

@@ -15,7 +15,7 @@ from transformers.optimization import Adafactor
 from atropos_common.models import model_math
 from atropos_tui.profile.budget import memory
 from atropos_tui.profile.budget.fit import nearest
-from atropos_tui.profile.budget.hardware import Gpu, Hardware
+from atropos_tui.profile.budget.inventory import Gpu, Hardware, Model
 from atropos_tui.profile.budget.memory import (
     HOST,
     Budget,
@@ -27,7 +27,6 @@ from atropos_tui.profile.budget.memory import (
     size_text,
     take_inventory,
 )
-from atropos_tui.profile.budget.models import Model
 from atropos_tui.profile.checks.preflight import preflight
 from atropos_tui.profile.plan import build_stack
 from atropos_tui.profile.sections import EngineSection, Profile, parse_profile

@@ -16,9 +16,8 @@ import torch
 
 from atropos_common.models.model_math import why_refused
 from atropos_tui.errors import Problem
-from atropos_tui.profile.budget.hardware import Gpu, Hardware
+from atropos_tui.profile.budget.inventory import Gpu, Hardware, Model, model_shapes
 from atropos_tui.profile.budget.memory import Inventory
-from atropos_tui.profile.budget.models import Model, model_shapes
 from atropos_tui.profile.checks.preflight import preflight
 from atropos_tui.profile.plan import build_stack, config_file
 from atropos_tui.profile.sections import Profile

@@ -1,5 +1,4 @@
-"""Placement of engines on machines and their GPUs. Pure. Nothing is refused here;
-`cluster.checks` does."""
+"""Placement of engines on machines and GPUs. Pure; `cluster.checks` refuses what does not fit."""
 
 from __future__ import annotations
 
@@ -11,13 +10,13 @@ Machines = Mapping[str, int]
 """GPUs of each machine, in order."""
 
 
-class Seat(NamedTuple):
+class Placement(NamedTuple):
     node: str
     gpus: list[int]
 
 
 @dataclass(frozen=True)
-class Want:
+class Demand:
     hosts: Sequence[str]
     each: int = 1
     """Workers of one engine, and its GPUs if there are any."""
@@ -44,15 +43,11 @@ def left_over(machines: Machines, host: str, taken: Mapping[str, Collection[int]
     return [gpu for gpu in range(machines.get(host, 0)) if gpu not in taken.get(host, ())]
 
 
-def seat_engines(
-    wants: Sequence[Want], machines: Machines, named: Mapping[str, Collection[int]]
-) -> list[list[list[Seat]]]:
-    """Engines of each want, each with its seats. Engines are spread evenly; those that name no GPUs
-    take free ones.
-
-    Args:
-        named: machine -> GPUs that a section names.
-    """
+def place_engines(
+    wants: Sequence[Demand], machines: Machines, named: Mapping[str, Collection[int]]
+) -> list[list[list[Placement]]]:
+    """Engines of each demand, each with its placements, spread evenly over its machines. `named`:
+    machine -> GPUs that a section names."""
     # GPUs that are named anywhere are reserved first, whatever the order of the sections.
     taken = {host: set(gpus) for host, gpus in named.items()}
     for want in wants:
@@ -61,15 +56,15 @@ def seat_engines(
     found = []
     for want in wants:
         free = {host: list(want.gpus) or left_over(machines, host, taken) for host in want.hosts}
-        seats = _seats(want, free)
-        for engine in seats:
-            for seat in engine:
-                taken.setdefault(seat.node, set()).update(seat.gpus)
-        found.append(seats)
+        placements = _placements(want, free)
+        for engine in placements:
+            for placement in engine:
+                taken.setdefault(placement.node, set()).update(placement.gpus)
+        found.append(placements)
     return found
 
 
-def _seats(want: Want, free: Mapping[str, list[int]]) -> list[list[Seat]]:
+def _placements(want: Demand, free: Mapping[str, list[int]]) -> list[list[Placement]]:
     hosts, most = list(free), max(map(len, free.values()), default=0)
     if not hosts:
         return [[]] * (want.count or 1)
@@ -81,7 +76,10 @@ def _seats(want: Want, free: Mapping[str, list[int]]) -> list[list[Seat]]:
     # Group of each engine, spread evenly; the engines of one group take consecutive GPUs.
     on = [index * len(groups) // count for index in range(count)]
     return [
-        [Seat(host, free[host][on[:index].count(group) * own :][:own]) for host in groups[group]]
+        [
+            Placement(host, free[host][on[:index].count(group) * own :][:own])
+            for host in groups[group]
+        ]
         for index, group in enumerate(on)
     ]
 

