@@ -57,7 +57,8 @@ import sys, time
 n, began = 0, time.monotonic()
 while True:
     due = int((time.monotonic() - began) * {LINES_PER_S})
-    sys.stdout.write("".join(f"{{i:012d}} INFO a line of a log that nobody reads\\n" for i in range(n, due)))
+    lines = (f"{{i:012d}} INFO a line of a log that nobody reads\\n" for i in range(n, due))
+    sys.stdout.write("".join(lines))
     sys.stdout.flush()
     n = due
     time.sleep(0.01)

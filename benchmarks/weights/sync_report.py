@@ -179,8 +179,8 @@ def show(found: dict[str, Any]) -> str:
         if "publish_s" in row:
             phases = ", ".join(f"{name} {seconds:.4f}" for name, seconds in row["phases"].items())
             lines.append(
-                f"{mode:<14}{row['publishes']:>4}{row['publish_s']:>9.4f}{row['publish_max_s']:>9.4f} "
-                f" {phases}"
+                f"{mode:<14}{row['publishes']:>4}{row['publish_s']:>9.4f}"
+                f"{row['publish_max_s']:>9.4f}  {phases}"
             )
     lines += ["", "".join(f"{name:>{width}}" for name, width in COSTS)]
     lines += [_costs(mode, row) for mode, row in found["modes"].items()]

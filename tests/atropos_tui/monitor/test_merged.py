@@ -330,9 +330,8 @@ def test_following_merged_loses_and_repeats_nothing(tmp_path: Path) -> None:
                     file.write(f"{text}\n".encode())
                     number += 1
                     time.sleep(rng.random() * 0.008)
-                if (
-                    round_ % 2
-                ):  # some 100 ms apart: what two rotations between two looks took, nobody could show
+                # Rotations are some 100 ms apart: lines lost by two between two reads are gone.
+                if round_ % 2:
                     file._rotate()
             written.append((f"{name} end {attempt}", time.time()))
             file.write(f"{name} end {attempt}".encode())

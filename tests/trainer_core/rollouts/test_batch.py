@@ -365,8 +365,7 @@ def _alone(score: float, env: str = "a", **changes: Any) -> dict[str, Any]:
 
 
 def test_a_group_of_one_is_compared_with_those_before_it() -> None:
-    """The comparison is by environment, over batches; groups with advantages of their own, or of several, have no
-    part in it."""
+    """Compared by environment, over batches, without groups of several or with advantages."""
     kept = Baselines()
     first = _read(
         _alone(1.0),
