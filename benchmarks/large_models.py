@@ -9,10 +9,10 @@
     python -m benchmarks.large_models --shape tiny --steps 3    # a trial on a CPU
 
 Weights are random, of the named shape, made by a process of its own. Then everything is the
-product's: run-api behind its door, `python -m vllm_server` in the wanted mode with a KV cache of
-`--kv-cache` GiB, `python -m trainer_core` with the settings after `--set`. A feeder takes the
-environment's place: it registers, lets the engine complete random prompts, gives scores of +-1 at
-random, and posts groups. The trainer is killed after `--steps` steps, so that nobody waits for a
+product's: run-api behind its auth middleware, `python -m vllm_server` in the wanted mode with a KV
+cache of `--kv-cache` GiB, `python -m trainer_core` with the settings after `--set`. A feeder takes
+the environment's place: it registers, lets the engine complete random prompts, gives scores of +-1
+at random, and posts groups. The trainer is killed after `--steps` steps, so that nobody waits for a
 checkpoint.
 
 With `--mode lora_only --set single_copy=true` adapters are trained over the engine's own weights.

@@ -1,7 +1,7 @@
 """Attacks on a plan's run-api by another user, by a web page, and with bodies that are too large.
 
 Each attack is tried on the very command that a stack starts, and succeeds on a run-api without its
-door.
+auth middleware.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from atropos_common.protocol.bridge import TOKEN_HEADER
 from atropos_tui.profile.plan import build_stack
 from atropos_tui.profile.ports import free_port
 from atropos_tui.profile.sections import parse_profile
-from tests.support.other_user import as_another_user, call, needs_another_user, stranger
+from tests.support.other_user import as_another_user, call, needs_another_user, other_user
 
 TOKEN = "a-token-of-the-run"
 MIB = 1024 * 1024
@@ -343,7 +343,7 @@ def test_another_user_cannot_hold_every_connection(
             held = [each for each in held if each not in closed]
         return len(held)
 
-    with stranger(hold) as there:
+    with other_user(hold) as there:
         while there.waits():
             assert call(port, "GET", "/info")[0] == 200
         assert 1 <= there.said() <= connections.PER_PEER

@@ -194,7 +194,7 @@ def test_an_environment_that_dies_while_it_sends_leaves_nothing_half(api: Api) -
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_batch_of_200_mb_comes_whole(api: Api) -> None:
-    """As JSON; the door lets in half a GiB at a time."""
+    """As JSON; the auth middleware admits half a GiB at a time."""
     text = "x" * 25_000_000
     api.send(1, messages=[[{"role": "user", "content": text}]] * 8)
     answer = api.http.get("/batch", headers={AFTER_HEADER: ""})

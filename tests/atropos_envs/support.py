@@ -176,14 +176,14 @@ class Engine:
 
 
 @asynccontextmanager
-async def run_api(*, keeps: bool = False, door: Settings | None = None) -> AsyncIterator[str]:
+async def run_api(*, keeps: bool = False, auth: Settings | None = None) -> AsyncIterator[str]:
     """atroposlib's own run-api, fresh, on a free port; with `keeps` behind our `GET /batch`, which
-    keeps batches, and behind our `door` where one is given."""
+    keeps batches, and behind our `auth` where one is given."""
     from atroposlib.api.server import app
 
     app.state._state.clear()
     served: Any = Batches(app, app.state) if keeps else app
-    served = AuthMiddleware(served, door) if door else served
+    served = AuthMiddleware(served, auth) if auth else served
     server = uvicorn.Server(uvicorn.Config(served, host="127.0.0.1", port=0, log_level="error"))
     server.capture_signals = nullcontext  # type: ignore[assignment, method-assign]
     task = asyncio.create_task(server.serve())

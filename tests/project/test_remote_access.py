@@ -1,7 +1,7 @@
 """Servers that other machines reach: a request without the run's key gets nothing.
 
 The attack comes over a cable from a machine of its own (`two_machines`); it succeeds on a server
-without its door. How an environment brings the key: `tests/atropos_envs/hosting/test_auth.py`.
+without its auth middleware. `tests/atropos_envs/hosting/test_auth.py` tests an environment's side.
 """
 
 from __future__ import annotations
@@ -154,12 +154,12 @@ def test_what_is_no_key(header: str | None) -> None:
 
 
 def vllm(keys: frozenset[str], held: bool = False) -> httpx.AsyncClient:
-    from tests.vllm_server.test_auth import app_behind_the_door
+    from tests.vllm_server.test_auth import guarded_app
     from vllm_server.auth import GenerationHold
 
-    app: Starlette = app_behind_the_door(GenerationHold(held=held), OWN)
-    door = app.state.atropos_door
-    door.keys, door.public, door.for_everyone = keys, True, not keys
+    app: Starlette = guarded_app(GenerationHold(held=held), OWN)
+    access = app.state.atropos_door
+    access.keys, access.public, access.for_everyone = keys, True, not keys
     transport = httpx.ASGITransport(app=app, client=(OTHER, 4711))
     return httpx.AsyncClient(transport=transport, base_url=f"http://{OWN}:9001")
 
@@ -216,7 +216,7 @@ async def test_figures_for_prometheus_ask_for_the_key(tmp_path: Path) -> None:
             ).status_code == 200
 
 
-# Environments, ours and those of strangers
+# Environments, our own and foreign ones
 
 
 def test_the_trainer_and_the_supervisor_bring_the_key(monkeypatch: pytest.MonkeyPatch) -> None:

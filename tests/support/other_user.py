@@ -26,7 +26,7 @@ needs_another_user = pytest.mark.skipif(
 )
 
 
-class Stranger:
+class OtherUser:
     """A process of another user that runs `work`; what that returns comes back as JSON."""
 
     def __init__(self, work: Callable[[], Any], keep: int) -> None:
@@ -38,7 +38,7 @@ class Stranger:
                 for descriptor in set(range(3, 1024)) - {
                     writing,
                     keep,
-                }:  # sockets of the test are not the stranger's
+                }:  # sockets of the test are not the other user's
                     os.closerange(descriptor, descriptor + 1)
                 os.setgroups([])
                 os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -63,7 +63,7 @@ class Stranger:
                 if not part:
                     return json.loads(data)
                 data += part
-        raise AssertionError("the stranger does not come to an end")
+        raise AssertionError("the other user does not come to an end")
 
     def close(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
@@ -72,9 +72,9 @@ class Stranger:
 
 
 @contextmanager
-def stranger(work: Callable[[], Any], keep: int = -1) -> Iterator[Stranger]:
+def other_user(work: Callable[[], Any], keep: int = -1) -> Iterator[OtherUser]:
     """`work` as another user, beside the block; of the test's open files it has `keep` alone."""
-    there = Stranger(work, keep)
+    there = OtherUser(work, keep)
     try:
         yield there
     finally:
@@ -83,14 +83,14 @@ def stranger(work: Callable[[], Any], keep: int = -1) -> Iterator[Stranger]:
 
 def as_another_user(work: Callable[[], Any]) -> Any:
     """Return the result of `work`, called as another user."""
-    with stranger(work) as there:
+    with other_user(work) as there:
         return there.said()
 
 
 def call(
     port: int, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
 ) -> tuple[int, str, dict[str, str]]:
-    """Status, text and headers of one answer. Needs nothing that a forked stranger lacks."""
+    """Status, text and headers of one answer. Works in a forked process of that user."""
     line = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         line.request(method, path, body, {"Content-Type": "application/json"} | (headers or {}))

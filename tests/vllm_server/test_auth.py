@@ -27,7 +27,7 @@ from atropos_common.net.connections import SCOPE_KEY, Connection, ConnectionLimi
 from atropos_common.net.http import allowed_hosts, host_name, run_key, run_keys
 from atropos_common.protocol.bridge import INSTANCE_HEADER, TOKEN_HEADER
 from atropos_tui.profile.ports import free_port
-from tests.support.other_user import needs_another_user, stranger
+from tests.support.other_user import needs_another_user, other_user
 from vllm_server import auth
 from vllm_server.auth import ENDING, ENGINE_DIED, Access, AuthMiddleware, GenerationHold, path_kind
 
@@ -51,7 +51,7 @@ async def echo(request: Request) -> JSONResponse:
     return JSONResponse({"path": request.url.path, "body": (await request.body()).decode()})
 
 
-def app_behind_the_door(
+def guarded_app(
     gate: GenerationHold | None = None, host: str = "127.0.0.1", hold_timeout_s: float = 5.0
 ) -> Starlette:
     app = Starlette(
@@ -67,7 +67,7 @@ def client(
     *, held: bool = False, hold_timeout_s: float = 5.0, host: str = "127.0.0.1"
 ) -> tuple[httpx.AsyncClient, GenerationHold]:
     gate = GenerationHold(held=held)
-    app = app_behind_the_door(gate, host, hold_timeout_s)
+    app = guarded_app(gate, host, hold_timeout_s)
     transport = httpx.ASGITransport(app=over(app, own=True))
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:9001"), gate
 
@@ -198,9 +198,9 @@ GENERATING = [
 
 @pytest.mark.parametrize("path", GENERATING)
 async def test_another_user_needs_the_key_for_what_takes_the_engines_time(path: str) -> None:
-    app = app_behind_the_door()
-    door = app.state.atropos_door
-    door.keys = run_keys(TOKEN)
+    app = guarded_app()
+    access = app.state.atropos_door
+    access.keys = run_keys(TOKEN)
     transport = httpx.ASGITransport(app=over(app, own=False))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:9001") as http:
         refused = await http.post(path)
@@ -211,7 +211,7 @@ async def test_another_user_needs_the_key_for_what_takes_the_engines_time(path: 
         ).status_code == 200
         for free in ("/health", "/metrics", "/v1/models"):
             assert (await http.get(free)).status_code == 200
-        door.open = True
+        access.open = True
         assert (await http.post(path)).status_code == 200
 
 
@@ -254,8 +254,8 @@ async def test_what_is_held_has_a_limit_over_all_requests(monkeypatch: pytest.Mo
 SERVE = """
 import uvicorn
 from atropos_common.net.connections import ConnectionLimits
-from tests.vllm_server.test_auth import app_behind_the_door
-app = app_behind_the_door()
+from tests.vllm_server.test_auth import guarded_app
+app = guarded_app()
 app.state.atropos_door.open = True
 uvicorn.run(app, port={port}, log_level="error", http=ConnectionLimits().protocol())
 """
@@ -281,7 +281,7 @@ def test_large_bodies_of_another_user_leave_the_runs_own_their_room() -> None:
     with subprocess.Popen([sys.executable, "-c", SERVE.format(port=port)]) as server:
         try:
             _connected(port).close()
-            with stranger(flood, keep=filled):
+            with other_user(flood, keep=filled):
                 assert select.select([waiting], [], [], 60)[0]
                 own = _connected(port)
                 own.sendall(head.format(size).encode() + b"x" * size)
@@ -395,20 +395,20 @@ async def test_a_fault_refuses_health_and_generation_with_its_reason() -> None:
 
 
 # ------------------------------------------------------------------------------------------- no
-# engine behind the door
+# engine behind the auth middleware
 
 
 class Failing:
     """An app whose route fails in one of the ways in which vLLM's do once its engine is gone."""
 
-    def __init__(self, how: str, **door: object) -> None:
+    def __init__(self, how: str, **access: object) -> None:
         self.how = how
         app = Starlette(
             routes=[Route("/{rest:path}", self.route, methods=["POST"])],
             middleware=[Middleware(AuthMiddleware)],
         )
-        self.door = app.state.atropos_door = Access(
-            TOKEN, allowed_hosts(None), GenerationHold(held=False), instance_id="i-1", **door
+        self.access = app.state.atropos_door = Access(
+            TOKEN, allowed_hosts(None), GenerationHold(held=False), instance_id="i-1", **access
         )  # type: ignore[arg-type]
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(
@@ -462,13 +462,13 @@ async def test_a_request_for_another_server_is_not_carried_out() -> None:
 
 def test_the_door_knows_of_the_end_before_those_who_act_on_the_signal() -> None:
     seen: list[bool] = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: seen.append(door.ending))
+    before = signal.signal(signal.SIGUSR1, lambda *_: seen.append(access.ending))
     try:
-        door = Access(
+        access = Access(
             TOKEN, allowed_hosts(None), GenerationHold(held=False), signals=(signal.SIGUSR1,)
         )
-        door.watch_signals()
-        door.watch_signals()
+        access.watch_signals()
+        access.watch_signals()
         os.kill(os.getpid(), signal.SIGUSR1)
         assert seen == [True], "who took the signal before is called, once, and later"
     finally:

@@ -45,11 +45,11 @@ def test_idle_is_the_time_without_any_request() -> None:
     assert (load.idle_s, load.requests, load.under_way) == (6.5, 2, 0)
 
 
-def test_the_door_counts_completions_alone_and_none_that_waits_for_the_hold() -> None:
-    asyncio.run(_through_the_door())
+def test_completions_are_counted_alone_and_none_that_waits_for_the_hold() -> None:
+    asyncio.run(_through_the_middleware())
 
 
-async def _through_the_door() -> None:
+async def _through_the_middleware() -> None:
     begun, go_on = asyncio.Event(), asyncio.Event()
 
     async def answer(request: Request) -> JSONResponse:
@@ -61,7 +61,7 @@ async def _through_the_door() -> None:
         routes=[Route("/{rest:path}", answer, methods=["POST"])],
         middleware=[Middleware(AuthMiddleware)],
     )
-    door = app.state.atropos_door = Access(
+    access = app.state.atropos_door = Access(
         "secret", allowed_hosts("127.0.0.1"), GenerationHold(held=True), open=True
     )
     transport = httpx.ASGITransport(app=app)
@@ -71,15 +71,15 @@ async def _through_the_door() -> None:
             http.post("/bridge/pause", headers={TOKEN_HEADER: "secret"})
         )
         await begun.wait()
-        assert (door.load.requests, door.load.under_way) == (0, 0), (
+        assert (access.load.requests, access.load.under_way) == (0, 0), (
             "one is held, the other makes no token"
         )
-        door.gate.release()
-        while not door.load.under_way:
+        access.gate.release()
+        while not access.load.under_way:
             await asyncio.sleep(0.001)
         go_on.set()
         assert [(await each).status_code for each in (held, control)] == [200, 200]
-    assert (door.load.requests, door.load.under_way) == (1, 0)
+    assert (access.load.requests, access.load.under_way) == (1, 0)
 
 
 def test_prometheus_shows_the_counts_under_their_names() -> None:

@@ -178,7 +178,7 @@ async def test_every_generating_route_and_whoever_refuses(caplog: pytest.LogCapt
         assert words in line
 
 
-async def test_strangers_can_neither_fill_the_log_nor_forge_lines(
+async def test_other_users_can_neither_fill_the_log_nor_forge_lines(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     served = app()

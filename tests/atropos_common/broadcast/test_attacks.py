@@ -58,7 +58,7 @@ class Bomb:
         return Path.touch, (self.marker,)
 
 
-class Stranger:
+class Attacker:
     """Knows the port, lists the keys, writes under any of them."""
 
     def __init__(self, port: int) -> None:
@@ -94,14 +94,14 @@ def test_a_forged_go_or_presence_starts_nothing() -> None:
     meeting = Rendezvous("gloo", "127.0.0.1", 0, 3, 20)
     waiting = threading.Thread(target=collectives.Lifeline, args=(invited(meeting), 1))
     waiting.start()
-    stranger = Stranger(meeting.port)
-    stranger.plant("go", b"1")
-    stranger.plant("here/2", b"1")
+    attacker = Attacker(meeting.port)
+    attacker.plant("go", b"1")
+    attacker.plant("here/2", b"1")
     waiting.join(1)
     assert waiting.is_alive() and meeting.missing("here") == [2]
-    mine = stranger.store.get(f"{stranger.prefix()}/here/1")
-    stranger.plant("go", mine)  # a message of one key means nothing under another
-    stranger.plant("here/2", mine)
+    mine = attacker.store.get(f"{attacker.prefix()}/here/1")
+    attacker.plant("go", mine)  # a message of one key means nothing under another
+    attacker.plant("here/2", mine)
     waiting.join(0.5)
     assert waiting.is_alive() and meeting.missing("here") == [2]
     meeting.go()
@@ -114,7 +114,7 @@ def test_a_forged_end_ends_nothing(make: Make, receivers: list[Receiver]) -> Non
     sync = make()
     model = sync.attach(Start())
     assert sync._meeting is not None
-    Stranger(sync._meeting.port).plant("off", b"1")
+    Attacker(sync._meeting.port).plant("off", b"1")
     for version in (1, 2):
         receivers[0].lets_end_s = 0.5  # the other one waits, and looks at the store meanwhile
         assert "begun_anew" not in sync.publish(version, lambda: step(model)).phases
@@ -152,7 +152,7 @@ def connected(store: Any, rank: int, made: dict[int, Any]) -> threading.Thread:
     return thread
 
 
-def test_a_stranger_in_the_place_of_a_rank_gets_no_weights() -> None:
+def test_an_attacker_in_the_place_of_a_rank_gets_no_weights() -> None:
     """gloo accepts every connection to a rank's port that sends a small number; half of the time
     that rank listens."""
     secret, got = secrets.token_bytes(32), b""
@@ -165,10 +165,10 @@ def test_a_stranger_in_the_place_of_a_rank_gets_no_weights() -> None:
 
         made: dict[int, Any] = {}
         first = connected(store, 0, made)
-        with place_of_rank_1(Stranger(server.port)) as stranger:
+        with place_of_rank_1(Attacker(server.port)) as attacker:
             second = connected(store, 1, made)
             with contextlib.suppress(TimeoutError):
-                got = stranger.recv(4096)
+                got = attacker.recv(4096)
             first.join()
             second.join()
         if got:
@@ -176,13 +176,13 @@ def test_a_stranger_in_the_place_of_a_rank_gets_no_weights() -> None:
         assert isinstance(made[0], Gloo) and isinstance(made[1], Gloo), made
         for each in made.values():
             each.close()
-    assert got, "the stranger never took the place: this test shows nothing"
+    assert got, "the attacker never took the place: this test shows nothing"
     assert isinstance(made[0], RuntimeError), "rank 0 would have sent him the weights"
     assert isinstance(made[1], RuntimeError)
 
 
-def place_of_rank_1(stranger: Stranger) -> socket.socket:
-    told = bytes(stranger.store.get("p/0/0"))
+def place_of_rank_1(attacker: Attacker) -> socket.socket:
+    told = bytes(attacker.store.get("p/0/0"))
     address = told.index(b"\x02\x00", 48)  # AF_INET, past the seal and the lengths
     (port,) = struct.unpack_from(">H", told, address + 2)
     made = socket.create_connection(("127.0.0.1", port), timeout=1)
@@ -276,14 +276,14 @@ def fake_nccl(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
 def plant_bombs(port: int, marker: Path) -> None:
     """A pickle under every key, that under which vLLM's own groups look for one included, until the
     store closes."""
-    stranger = Stranger(port)
+    attacker = Attacker(port)
     with contextlib.suppress(RuntimeError):
         while True:
-            for key in [*stranger.store.list_keys(), f"{stranger.prefix()}/broadcast_from/0/0"]:
+            for key in [*attacker.store.list_keys(), f"{attacker.prefix()}/broadcast_from/0/0"]:
                 if "/here/" not in key and not key.endswith(
                     "/go"
                 ):  # that would only break the group
-                    stranger.store.set(key, pickle.dumps(Bomb(marker)))
+                    attacker.store.set(key, pickle.dumps(Bomb(marker)))
             time.sleep(0.01)
 
 
@@ -316,7 +316,7 @@ def test_weights_come_over_nccl_by_an_id_that_no_store_holds(
     assert set(fake_nccl.comers) == {group}, "everyone came by the id that the call carried"
     meeting = sync._meeting
     assert meeting is not None
-    store = Stranger(meeting.port).store
+    store = Attacker(meeting.port).store
     said = [bytes(store.get(key)) for key in store.list_keys()]
     assert pickle.dumps(Bomb(tmp_path / "code ran")) in said, "the pickles lie there"
     assert not any(group in value or meeting.secret in value for value in said)

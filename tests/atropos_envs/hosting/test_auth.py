@@ -51,10 +51,10 @@ async def test_an_environment_gets_through_the_door(
 ) -> None:
     """Each call that atroposlib makes of run-api, on the real one."""
     make_tiny_model(tmp_path / "model")
-    door = Settings(frozenset(), allowed_hosts("127.0.0.1"), 1 << 20, TOKEN, frozenset({KEY}))
+    auth = Settings(frozenset(), allowed_hosts("127.0.0.1"), 1 << 20, TOKEN, frozenset({KEY}))
     if has_key:
         monkeypatch.setenv(ENV_DOOR_KEY, KEY)
-    async with run_api(door=door) as url:
+    async with run_api(auth=auth) as url:
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as trainer:
             registration = {
                 "wandb_group": "",

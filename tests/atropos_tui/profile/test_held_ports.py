@@ -13,7 +13,7 @@ import pytest
 
 from atropos_common.net import ports
 from atropos_tui.profile.ports import free_port, holder, is_free
-from tests.support.other_user import as_another_user, needs_another_user, squat, stranger
+from tests.support.other_user import as_another_user, needs_another_user, other_user, squat
 from vllm_server.__main__ import check_port
 from vllm_server.config import ConfigError
 
@@ -40,8 +40,8 @@ def talk(port: int, server: socket.socket, *, first: bool) -> None:
 
 
 @needs_another_user
-def test_a_stranger_who_tries_all_the_time_never_gets_it(port: int) -> None:
-    with contextlib.closing(ports.hold(port)), stranger(lambda: squat(port, 4.0)) as waiting:
+def test_another_user_who_tries_all_the_time_never_gets_it(port: int) -> None:
+    with contextlib.closing(ports.hold(port)), other_user(lambda: squat(port, 4.0)) as waiting:
         lives = 0
         while waiting.waits():
             with serving(port) as server:
@@ -52,7 +52,7 @@ def test_a_stranger_who_tries_all_the_time_never_gets_it(port: int) -> None:
 
 
 @needs_another_user
-def test_a_stranger_who_had_bound_it_before_never_listens(port: int) -> None:
+def test_another_user_who_had_bound_it_before_never_listens(port: int) -> None:
     """SO_REUSEADDR lets him bind a port that is free, and us beside him; he must not come to listen
     later."""
 
@@ -70,7 +70,7 @@ def test_a_stranger_who_had_bound_it_before_never_listens(port: int) -> None:
                     return True
             return False
 
-    with ours, his, stranger(bind_first_and_listen_when_he_can, keep=his.fileno()) as early:
+    with ours, his, other_user(bind_first_and_listen_when_he_can, keep=his.fileno()) as early:
         assert ours.recv(5) == b"bound"
         with contextlib.closing(ports.hold(port)):
             ours.send(b"!")

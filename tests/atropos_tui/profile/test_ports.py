@@ -38,7 +38,7 @@ def listening(**environ: str) -> Iterator[tuple[int, int]]:
         process.stdout.close()
 
 
-def test_a_stranger_is_named_by_its_process() -> None:
+def test_a_foreign_process_is_named() -> None:
     with listening() as (port, pid):
         found = ports.holder(port)
         assert found is not None

@@ -121,12 +121,12 @@ async def test_a_command_says_role_and_node(launch: Any) -> None:
 async def test_probes_give_no_secret_to_who_holds_the_port(launch: Any) -> None:
     heads: list[bytes] = []
 
-    async def stranger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def foreign(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         heads.append(await reader.readuntil(b"\r\n\r\n"))
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
         writer.close()
 
-    async with await asyncio.start_server(stranger, "127.0.0.1", 0) as server:
+    async with await asyncio.start_server(foreign, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         check = HttpCheck(url=f"http://127.0.0.1:{port}/health")
         one = part(

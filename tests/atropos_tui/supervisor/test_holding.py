@@ -18,7 +18,7 @@ from atropos_tui.profile.ports import is_free
 from atropos_tui.profile.sections import parse_profile
 from atropos_tui.profile.spec import ComponentSpec, HttpCheck, RestartPolicy
 from tests.support.harness import part, python, ready, script
-from tests.support.other_user import as_another_user, needs_another_user, squat, stranger
+from tests.support.other_user import as_another_user, needs_another_user, other_user, squat
 
 OFTEN = RestartPolicy(policy="always", backoff_s=0.02, max_backoff_s=0.05, max_restarts=20)
 
@@ -40,7 +40,7 @@ async def test_no_other_user_gets_the_port_of_an_engine_that_is_killed(
         part("first", python("import time; time.sleep(.3)")), engine(free_port)
     ) as running:
         await running.answers()
-        with stranger(lambda: squat(free_port, 6.0)) as waiting:
+        with other_user(lambda: squat(free_port, 6.0)) as waiting:
             attempt = 0
             while waiting.waits():
                 attempt += 1
@@ -59,7 +59,7 @@ async def test_no_other_user_gets_the_port_of_an_engine_that_is_killed(
 async def test_no_other_user_gets_the_port_of_run_api(
     launch: Any, free_port: int, tmp_path: Path
 ) -> None:
-    """The very component of a plan; without its port held, the stranger has it after the first
+    """The very component of a plan; without its port held, another user has it after the first
     kill."""
     data = {
         "name": "p",
@@ -74,7 +74,7 @@ async def test_no_other_user_gets_the_port_of_run_api(
     api = planned.model_copy(update={"restart": OFTEN, "restart_with": []})
     async with launch(api) as running:
         row = await running.until("api", State.HEALTHY, 1)
-        with stranger(lambda: squat(free_port, 3.0)) as waiting:
+        with other_user(lambda: squat(free_port, 3.0)) as waiting:
             os.kill(row.pid, signal.SIGKILL)
             assert await asyncio.to_thread(waiting.said) == []
         await running.until("api", State.HEALTHY, 2)

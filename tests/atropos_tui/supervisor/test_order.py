@@ -151,14 +151,14 @@ async def test_a_probe_fails_at_once_when_the_process_exits(launch: Any) -> None
         assert time.monotonic() - began < 5
 
 
-async def test_the_port_of_a_stranger_is_not_taken_for_ours(
+async def test_the_port_of_a_foreign_process_is_not_taken_for_ours(
     launch: Any, free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the stranger would answer our probe, and the component would count as healthy."""
+    """Otherwise the foreign process would answer our probe, and the component would count as healthy."""
     monkeypatch.setattr("atropos_tui.supervisor.component.PORT_PATIENCE_S", 0.3)
-    with socket.socket() as stranger:
-        stranger.bind(("127.0.0.1", free_port))
-        stranger.listen()
+    with socket.socket() as foreign:
+        foreign.bind(("127.0.0.1", free_port))
+        foreign.listen()
         server = part("server", script("server", free_port, 0, 600), port=free_port)
         async with launch(server) as running:
             assert await running.end() == 3

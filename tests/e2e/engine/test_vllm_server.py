@@ -44,7 +44,7 @@ from tests.e2e.vllm_server_live import (
     start_server,
     still_running,
 )
-from tests.support.other_user import needs_another_user, squat, stranger
+from tests.support.other_user import needs_another_user, other_user, squat
 from trainer_core.config import TrainingConfig
 from trainer_core.probe import LogprobProbe
 from trainer_core.server.client import ServerClient
@@ -459,7 +459,7 @@ def test_its_port_is_nobody_else_s_before_and_after_it(tmp_path: Path, model: Pa
     held = {ENV_HELD_PORT: str(port), "ATROPOS_TOKEN": TOKEN}
     with (
         contextlib.closing(ports.hold(port)),
-        stranger(lambda: squat(port, 280.0, pause_s=0.002)) as other,
+        other_user(lambda: squat(port, 280.0, pause_s=0.002)) as other,
     ):
         for number in (signal.SIGKILL, signal.SIGTERM):
             server = start_server(tmp_path, model, port=port, **held)

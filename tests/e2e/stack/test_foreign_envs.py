@@ -23,7 +23,7 @@ STEPS = 8
 NAMES = ("bare", "two", "careless", "alone", "taught")
 PROFILE = """
 extends = "demo"
-name = "strangers"
+name = "foreign"
 
 [trainer]
 training_steps = {steps}
@@ -57,7 +57,7 @@ script = "{folder}/teacher.py"
 @pytest.mark.slow
 def test_they_train_and_what_is_left_out_is_named(tmp_path: Path) -> None:
     prepare_demo()
-    profile = tmp_path / "strangers.toml"
+    profile = tmp_path / "foreign.toml"
     profile.write_text(PROFILE.format(folder=FOREIGN, steps=STEPS))
     run = LiveStack(tmp_path / "run", profile=str(profile)).up()
     try:

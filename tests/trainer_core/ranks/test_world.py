@@ -161,7 +161,7 @@ class Poison:
 
 
 def says_without_the_secret(folder: Path) -> int:
-    """Rank 0 is a stranger: it does not know the secret that its words want."""
+    """Rank 0 is foreign: it does not know the secret that its words want."""
     world = joined()
     if world.rank == 0:
         words = pickle.dumps((True, Poison(folder / "poisoned")))

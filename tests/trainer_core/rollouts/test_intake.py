@@ -42,7 +42,7 @@ STEPS = 4
 def process() -> Iterator[RunApiProcess]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ATROPOS_TOKEN", TOKEN)
-        api = RunApiProcess("door")
+        api = RunApiProcess("auth")
     yield api
     api.kill()
 
@@ -187,7 +187,7 @@ def test_an_outage_while_nobody_waits_ends_nothing(
 ) -> None:
     """Longer than the trainer's patience, in the middle of a long step."""
     monkeypatch.setenv("ATROPOS_TOKEN", TOKEN)
-    process = RunApiProcess("door")
+    process = RunApiProcess("auth")
     request.addfinalizer(process.kill)
     client = _opened(process.url, 2)
     config = TrainingConfig(model_name="m", save_path=str(tmp_path), batch_size=2)

@@ -139,13 +139,13 @@ def test_groups_that_came_before_the_registration_do_not_keep_it_out(
 def test_another_trainers_run_api_is_left_alone_and_named_until_it_is_free(
     side: Side, capsys: Any
 ) -> None:
-    stranger = {**REGISTRATION, "batch_size": 2, "starting_step": 5}
-    side.http.post("/register", json=stranger)
+    other = {**REGISTRATION, "batch_size": 2, "starting_step": 5}
+    side.http.post("/register", json=other)
     side.send(GROUP)
     opening = side.open(0)
     time.sleep(0.5)
     assert not opening.done() and side.http.get("/status").json()["queue_size"] == 1, (
-        "the stranger's batch stays"
+        "the other trainer's batch stays"
     )
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "another trainer" in line]
     assert (
@@ -157,7 +157,7 @@ def test_another_trainers_run_api_is_left_alone_and_named_until_it_is_free(
     assert side.info() == SIZE
     waiting = side.wait_for_batch(1)
     side.http.get("/reset_data")
-    side.http.post("/register", json=stranger)
+    side.http.post("/register", json=other)
     time.sleep(0.5)
     side.send(GROUP, GROUP)
     time.sleep(0.5)
@@ -252,7 +252,7 @@ class RunApiProcess:
     def __init__(self, module: str) -> None:
         self.words = (
             ["atropos_api"]
-            if module == "door"
+            if module == "auth"
             else ["uvicorn", "atroposlib.api:app", "--log-level", "error"]
         )
         with socket.socket() as probe:
@@ -301,7 +301,7 @@ class Sender:
         self.thread.join(5)
 
 
-@pytest.mark.parametrize("module", ["door", pytest.param("bare", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("module", ["auth", pytest.param("bare", marks=pytest.mark.slow)])
 def test_run_api_restarted_and_reset_under_load_costs_the_trainer_no_step(
     engine: Engine, base: Path, tmp_path: Path, capsys: Any, module: str
 ) -> None:

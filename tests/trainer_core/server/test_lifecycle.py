@@ -20,7 +20,7 @@ import pytest
 
 from atropos_common.protocol.control import Accepted, CommandRequest, CommandStatus, Recipe, Refusal
 from atropos_common.system.run_dir import ENV_CONTROL_SOCKET, ENV_TOKEN
-from tests.support.other_user import as_another_user, needs_another_user, squat, stranger
+from tests.support.other_user import as_another_user, needs_another_user, other_user, squat
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, Stopped, UsageError
 from trainer_core.server import lifecycle as lifecycle_module
@@ -225,7 +225,7 @@ def test_a_server_that_runs_already_is_used_with_the_token_and_left_alone(
 def test_no_other_user_gets_the_port_between_two_servers(made: Any) -> None:
     lifecycle = made()
     lifecycle.ensure()
-    with stranger(lambda: squat(lifecycle.config.vllm_port, 4.0)) as waiting:
+    with other_user(lambda: squat(lifecycle.config.vllm_port, 4.0)) as waiting:
         while waiting.waits():
             lifecycle.restart("for the test")
         assert waiting.said() == []

@@ -24,7 +24,7 @@ from trainer_core.weight_sync.orders import (
 from trainer_core.weight_sync.sending import Outgoing
 
 
-def test_strangers_who_say_nothing_hold_up_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connections_hold_up_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """One after another, each had `FIRST_MESSAGE_S`; half a minute of them, and the ranks came too
     late."""
     monkeypatch.setenv(ENV_MEETING, "/shared/ranks")
@@ -34,9 +34,9 @@ def test_strangers_who_say_nothing_hold_up_no_rank(monkeypatch: pytest.MonkeyPat
     orders = Orders(2)
     meeting = orders.meeting
     assert meeting is not None
-    strangers = [socket.create_connection((meeting.at, meeting.port)) for _ in range(20)]
-    for stranger in strangers[::2]:
-        stranger.sendall(b"0")
+    foreign = [socket.create_connection((meeting.at, meeting.port)) for _ in range(20)]
+    for client in foreign[::2]:
+        client.sendall(b"0")
     made: list[Follower] = []
     thread = threading.Thread(
         target=lambda: made.append(
@@ -47,18 +47,18 @@ def test_strangers_who_say_nothing_hold_up_no_rank(monkeypatch: pytest.MonkeyPat
     meeting_all = threading.Thread(target=orders.meet, daemon=True)
     meeting_all.start()
     meeting_all.join(60)
-    assert not meeting_all.is_alive(), "the rank waits behind strangers"
+    assert not meeting_all.is_alive(), "the rank waits for foreign connections"
     thread.join()
-    for stranger in strangers:
-        stranger.settimeout(30)
+    for client in foreign:
+        client.settimeout(30)
         with contextlib.suppress(ConnectionResetError):
-            assert stranger.recv(1) == b"", "still listened to"
+            assert client.recv(1) == b"", "still listened to"
     made[0].close()
     orders.close()
 
 
 @pytest.mark.parametrize("several", [True, False])
-def test_orders_reach_the_other_ranks_and_strangers_are_left_out(
+def test_orders_reach_the_other_ranks_and_foreign_connections_are_refused(
     several: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if several:
@@ -69,8 +69,8 @@ def test_orders_reach_the_other_ranks_and_strangers_are_left_out(
     assert meeting is not None
     assert (meeting.at == "127.0.0.2", bool(meeting.port)) == (several, several)
     if several:
-        stranger = socket.create_connection((meeting.at, meeting.port))
-        stranger.sendall(b"0" * (FIRST_MESSAGE - 2) + b" 1")
+        client = socket.create_connection((meeting.at, meeting.port))
+        client.sendall(b"0" * (FIRST_MESSAGE - 2) + b" 1")
     made: list[Follower] = []
 
     def follow() -> None:
@@ -86,7 +86,7 @@ def test_orders_reach_the_other_ranks_and_strangers_are_left_out(
         time.sleep(0.01)
     assert orders.done()
     if several:
-        assert stranger.recv(1) == b""  # shown the door
+        assert client.recv(1) == b""
     made[0].close()
     orders.close()
 

@@ -187,7 +187,7 @@ def test_every_problem_of_every_profile_before_anything_starts(
     assert "Traceback" not in error and not (tmp_path / "runs").exists()
 
 
-def test_a_port_that_a_stranger_holds_stops_the_comparison(
+def test_a_port_that_is_taken_stops_the_comparison(
     tmp_path: Path, ports: tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_profile(tmp_path, "p", ports=ports)

@@ -147,7 +147,7 @@ async def test_sigkill_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
 
 
 async def test_the_detector_sees_a_planted_orphan(tmp_path: Path) -> None:
-    """A stranger with the run's marker, in a session of its own: found, named, ended; one without
+    """A foreign process with the run's marker, in a session of its own: found, named, ended; one without
     is not touched."""
     env = {
         "ATROPOS_RUN_ID": "planted-run",
@@ -155,10 +155,10 @@ async def test_the_detector_sees_a_planted_orphan(tmp_path: Path) -> None:
         "PATH": os.environ["PATH"],
     }
     orphan = plant(env)
-    stranger = plant(env | {"ATROPOS_RUN_ID": "planted-run-2"})
+    foreign = plant(env | {"ATROPOS_RUN_ID": "planted-run-2"})
     try:
         await wait_until(
-            lambda: procfs.environ(orphan.pid) != {} and procfs.environ(stranger.pid) != {}
+            lambda: procfs.environ(orphan.pid) != {} and procfs.environ(foreign.pid) != {}
         )
         assert [(one.pid, one.component) for one in tracker.find_leftovers("planted-run")] == [
             (orphan.pid, "ghost")
@@ -166,9 +166,9 @@ async def test_the_detector_sees_a_planted_orphan(tmp_path: Path) -> None:
         assert [one.pid for one in tracker.reap_leftovers("planted-run")] == [orphan.pid]
         assert orphan.wait(5) == -signal.SIGKILL
         assert tracker.find_leftovers("planted-run") == []
-        assert stranger.poll() is None
+        assert foreign.poll() is None
     finally:
-        for process in (orphan, stranger):
+        for process in (orphan, foreign):
             process.kill()
             process.wait()
 
@@ -335,7 +335,7 @@ async def test_a_killed_guard_is_replaced(tmp_path: Path) -> None:
 
 
 async def test_the_guard_removes_what_the_dead_left_in_shared_memory(tmp_path: Path) -> None:
-    """As semaphores and tensors of libraries are left; a file that a stranger still has mapped
+    """As semaphores and tensors of libraries are left; a file that another process still has mapped
     stays."""
     maps = (
         "import mmap, os, sys, time\n"
@@ -343,7 +343,7 @@ async def test_the_guard_removes_what_the_dead_left_in_shared_memory(tmp_path: P
         "open(sys.argv[2], 'w').close(); time.sleep(600)"
     )
     left, kept = (Path(f"/dev/shm/atropos-test-{os.getpid()}-{name}") for name in ("left", "kept"))
-    stranger = subprocess.Popen(  # noqa: ASYNC220
+    foreign = subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-I", "-S", "-c", maps, str(kept), str(tmp_path / "kept")]
     )
     both = (
@@ -372,8 +372,8 @@ async def test_the_guard_removes_what_the_dead_left_in_shared_memory(tmp_path: P
             await wait_until(lambda: not left.exists(), 20)
             assert kept.exists()
     finally:
-        stranger.kill()
-        stranger.wait()
+        foreign.kill()
+        foreign.wait()
         for path in (left, kept):
             path.unlink(missing_ok=True)
 

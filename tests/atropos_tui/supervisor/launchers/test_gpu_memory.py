@@ -34,7 +34,7 @@ class FakeDriver:
         self.count = cards
         self.taken: list[tuple[int, int, float]] = []
         """Pid, card and GiB of processes of this machine."""
-        self.strangers: dict[int, float] = {}
+        self.others: dict[int, float] = {}
         """GiB by host pid, on card 0."""
         self.stuck = False
         self.shift = 0
@@ -51,7 +51,7 @@ class FakeDriver:
             pid: size for pid, on, size in self.taken if on == card and (self.stuck or alive(pid))
         }
         shown = {pid + self.shift: size for pid, size in held.items()}
-        return shown | (self.strangers if card == 0 else {})
+        return shown | (self.others if card == 0 else {})
 
     def read(self) -> list[Card]:
         self.readings += 1
@@ -243,20 +243,20 @@ async def test_a_stop_by_hand_ends_the_waiting_of_a_start(launch: Any, driver: F
 async def test_what_others_do_on_the_card_disturbs_nothing(
     launch: Any, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pids tell: a stranger who comes, grows and stays is never waited for, one who leaves hides
+    """Pids tell: another process that comes, grows and stays is never waited for, one that leaves hides
     nothing."""
     monkeypatch.setattr(gpu_memory, "OTHERS_S", 60.0)
-    driver.strangers = {HOST: 10.0}
+    driver.others = {HOST: 10.0}
     async with launch(engine()) as running:
         await started(running, driver)
-        driver.strangers = {HOST + 1: 35.0}
+        driver.others = {HOST + 1: 35.0}
         await stop(running)
         await running.until("engine", State.STOPPED)
         assert gap(running, "stopping", "stopped") < AT_ONCE
         await running.client.command(CommandRequest(action="start", component="engine"))
         driver.take((await running.until("engine", State.HEALTHY, attempt=2)).pid, 20)
         await running.client.status()
-        driver.stuck, driver.strangers = True, {}
+        driver.stuck, driver.others = True, {}
         await stop(running)
         await asyncio.sleep(0.3)
         assert (await row(running)).state is State.STOPPING
@@ -266,18 +266,18 @@ async def test_what_others_do_on_the_card_disturbs_nothing(
 
 
 async def test_inside_a_container_the_used_memory_decides(launch: Any, driver: FakeDriver) -> None:
-    """Listed are pids of the host; the stranger of before may grow by more than what is waited
+    """Listed are pids of the host; the other process of before may grow by more than what is waited
     for."""
-    driver.shift, driver.strangers = HOST, {7: 10.0}
+    driver.shift, driver.others = HOST, {7: 10.0}
     async with launch(engine()) as running:
         pid = await started(running, driver)
         assert (await row(running)).gpu_bytes is None
-        driver.stuck, driver.strangers = True, {7: 4.0}
+        driver.stuck, driver.others = True, {7: 4.0}
         await stop(running)
         await wait_until(lambda: not alive(pid))
         await asyncio.sleep(0.3)
         assert (await row(running)).waiting_for == "40.0 GiB on GPU 0 to be given back"
-        driver.stuck, driver.strangers = False, {7: 60.0}
+        driver.stuck, driver.others = False, {7: 60.0}
         await running.until("engine", State.STOPPED)
         assert not diagnoses(running)
 
@@ -288,7 +288,7 @@ async def test_a_newcomer_seen_from_a_container_costs_a_moment_and_no_more(
     driver.shift = HOST
     async with launch(engine()) as running:
         await started(running, driver)
-        driver.strangers = {8: 20.0}
+        driver.others = {8: 20.0}
         await stop(running)
         await running.until("engine", State.STOPPED)
         assert 0.3 <= gap(running, "stopping", "stopped") < AT_ONCE
@@ -301,7 +301,7 @@ async def test_a_number_that_means_another_process_on_the_host_is_not_ours(
     async with launch(engine()) as running:
         pid = (await running.until("engine", State.HEALTHY)).pid
         assert pid
-        driver.strangers = {pid: 30.0}
+        driver.others = {pid: 30.0}
         assert (await row(running)).gpu_bytes is None
         driver.take(pid, 5)
         driver.shift = HOST
@@ -345,7 +345,7 @@ async def test_who_never_touched_the_card_is_not_waited_for(
     launch: Any, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_memory, "OTHERS_S", 60.0)
-    driver.strangers = {HOST: 70.0}
+    driver.others = {HOST: 70.0}
     async with launch(engine()) as running:
         await running.until("engine", State.HEALTHY)
         await stop(running)
@@ -423,7 +423,7 @@ async def test_a_machine_without_nvml_says_so_once() -> None:
     assert (cards is None) == reader.absent
 
 
-def test_strangers_of_before_are_left_out_on_both_sides() -> None:
+def test_other_processes_of_before_are_left_out_on_both_sides() -> None:
     floor = Card(0, 30 * GIB, 80 * GIB, processes={1: 20 * GIB, 2: None})
     assert excess_of(Card(0, 30 * GIB, 80 * GIB, processes={1: 20 * GIB}), floor) == 0
     assert excess_of(Card(0, 45 * GIB, 80 * GIB, processes={1: 35 * GIB}), floor) == 0
