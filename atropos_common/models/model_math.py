@@ -21,7 +21,8 @@ Shape = Sequence[int]
 LARGE_MODEL = 100_000_000
 """Parameters from which the trainer compiles a model on a GPU."""
 LOGITS_AT_ONCE = {True: 1 << 29, False: 1 << 26}
-"""On a GPU -> logits held at a time: it needs more rows for a fast head product."""
+"""Logits that the trainer holds at a time, by whether it runs on a GPU, where a fast head product
+needs more rows."""
 # A gradient is float32 unless gradient_dtype changes it.
 GRADIENT_BYTES = 4
 COMPILED = 0.6
@@ -82,7 +83,7 @@ CHANGING_ROTARY = ("dynamic", "longrope")
 
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 _STATE = ("mamba_", "ssm_", "state_size", "conv_L_cache", "rwkv_")
-"""Prefixes of config fields of models with state."""
+"""Prefixes of config fields of models whose layers carry a state from token to token."""
 _UNLIKE = (
     "final_logit_softcapping",
     "attn_logit_softcapping",

@@ -69,7 +69,7 @@ class Connection:
         return None if self.own else BODY_S
 
     def prove(self) -> None:
-        """A request carried the key."""
+        """Make the connection the run's own: a request carried the key."""
         if not self.own:
             self.own = True
             self._limits.forget(self)
@@ -88,7 +88,6 @@ class Connection:
                 self._expect_head()
 
     def end(self) -> None:
-        """The connection is closed."""
         self._over = True
         self._cancel()
 
@@ -150,14 +149,8 @@ class ConnectionLimits:
             return Connection(self, client[0], uid, close, own=True)
         new = Connection(self, client[0], uid, close, own=False)
         of_peer = [each for each in self._foreign if each.peer_name == new.peer_name]
-        full = (
-            of_peer
-            if len(of_peer) >= PER_PEER
-            else self._foreign
-            if len(self._foreign) >= IN_ALL
-            else None
-        )
-        if full is not None:
+        full = of_peer if len(of_peer) >= PER_PEER else [*self._foreign]
+        if full is of_peer or len(full) >= IN_ALL:
             self._report(new.peer_name)
             # The run's own components on other machines begin as foreign too: newcomers win over
             # those that wait.
@@ -226,7 +219,7 @@ class ConnectionLimits:
 
 
 def connection_of(scope: Mapping[str, Any]) -> Connection | None:
-    """None where the server does not use `ConnectionLimits`."""
+    """The connection of an ASGI request; None without `ConnectionLimits`."""
     found = (scope.get("state") or {}).get(SCOPE_KEY)
     return found if isinstance(found, Connection) else None
 

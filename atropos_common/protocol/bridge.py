@@ -2,8 +2,7 @@
 
     GET  /bridge/info                          -> BridgeInfo
     POST /bridge/pause     PauseRequest        -> BridgeInfo      freezes or ends requests
-    POST /bridge/resume    ResumeRequest       -> BridgeInfo      prefix cache reset, version
-        set
+    POST /bridge/resume    ResumeRequest       -> BridgeInfo      sets the version
     POST /bridge/load      LoadWeightsRequest  -> WeightsLoaded   pause, load and resume in one
     POST /bridge/versions  VersionsRequest     -> VersionsResponse
     POST /bridge/logprobs  LogprobsRequest     -> LogprobsResponse
@@ -26,26 +25,26 @@ TOKEN_HEADER = "X-Atropos-Token"
 INSTANCE_HEADER = "X-Atropos-Instance"
 """`instance_id` of the only server that may answer."""
 SPLIT_HEADER = "X-Atropos-Split"
-"""`train` or `eval`; evaluations sample freely."""
+"""Purpose of a completion: `train`, or `eval`, whose sampling options are free."""
 SAMPLING_HEADER = "X-Atropos-Sampling"
 """Sampling options that were removed from the request."""
 ENV_SAMPLING = "ATROPOS_SAMPLING"
 ENV_OPEN_GENERATION = "ATROPOS_OPEN_GENERATION"
 """1: other users of this machine may request completions without a key."""
 SamplingPolicy = Literal["plain", "as_asked", "refuse"]
-"""For sampling options that change the importance ratio. plain: removed. as_asked: applied, with
-logprobs of the whole distribution. refuse: 400."""
+"""Treatment of sampling options that change the importance ratio. plain: remove them. as_asked:
+apply them, with logprobs of the whole distribution. refuse: answer 400."""
 # The names start with `atropos:`, so that they never collide with vLLM's own.
 METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS = (
     "atropos:idle_seconds_total",
     "atropos:generation_requests_total",
     "atropos:max_num_seqs",
 )
-"""Seconds without a request; requests; most sequences at a time."""
+"""Seconds without a request for completions; such requests; most sequences at a time."""
 METRIC_CAPACITY = "atropos:capacity_tokens_per_second"
-"""Largest token rate; missing while unknown."""
+"""The engine's largest token rate; missing while it is unknown."""
 METRIC_VERSION = "atropos:weight_version"
-"""Missing before the first version."""
+"""Answering weight version; missing before the first."""
 GONE_STATUS = 503
 """Status of a server that cannot act now: wait for it or its successor."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -61,8 +60,8 @@ MOST_COMPLETIONS = 256
 ROUTING_FLAG = "enable-return-routed-experts"
 
 InFlight = Literal["keep", "wait", "recompute"]
-"""Requests in flight during a pause. keep: freeze, then go on with the new weights. wait: end
-first. recompute: restart; streams of vLLM's routes end with "abort"."""
+"""Effect of a pause on requests in flight. keep: they freeze, then go on with the new weights.
+wait: they end first. recompute: they restart; streams of vLLM's own routes end with "abort"."""
 
 
 # JavaScript and others keep numbers as doubles, which have 53 bits of mantissa.
@@ -81,7 +80,7 @@ class BridgeInfo(BridgeMessage):
     model: str
     vllm_version: str
     weight_version: int | None = None
-    """None before the first."""
+    """None before the trainer's first version."""
     held: bool = False
     """Without the token, generation waits for the first weights."""
     # A pause lasts for one publish; the hold ends with the first version.
@@ -111,16 +110,16 @@ class BridgeInfo(BridgeMessage):
     records_routing: bool = False
     """It answers `/bridge/routing`."""
     eager_because: str | None = None
-    """Why it gave up CUDA graphs."""
+    """Why the server gave up CUDA graphs; None if it did not."""
 
 
 class PauseRequest(BridgeMessage):
     lease_s: float = 60.0
-    """Timeout in seconds: then a clean server resumes, a dirty one becomes unhealthy."""
+    """Seconds after which a clean server resumes by itself, and a dirty one becomes unhealthy."""
     dirty: bool = False
     """Weights will be written in place."""
     holder: str = Field("", max_length=64)
-    """Only its own resume counts, until another client pauses."""
+    """Client that holds the pause: only its resume counts, until another one pauses."""
     in_flight: InFlight = "keep"
     wait_s: float = Field(30.0, gt=0)
     """Seconds until `wait` freezes the rest."""
@@ -161,7 +160,7 @@ class LoadAdapterRequest(BridgeMessage):
 
 
 class AdapterInfo(BridgeMessage):
-    """Answering adapter; None: the base model."""
+    """The answering LoRA adapter; None where the base model answers."""
 
     enabled: bool
     name: str | None = None
@@ -196,7 +195,7 @@ class LogprobsRequest(BridgeMessage):
 
 
 class KnownLogprobs(BridgeMessage):
-    """As the engine computed them."""
+    """Logprobs of one completion as the engine computed them."""
 
     logprobs: list[float]
     """Nats at `temperature`; shorter if the last tokens are not the engine's."""

@@ -627,7 +627,7 @@ class EvalRecord(Record):
     accuracy: Number
     correct: int | None = None
     questions: int | None = None
-    """None if only the share is reported."""
+    """None if the environment reports only the share."""
     weight_version: Whole | None = None
     policy_step: Whole | None = None
     """run-api's step at the start of the evaluation."""
@@ -683,7 +683,7 @@ class EnvCountsRecord(Record):
     evaluation_failures: dict[str, int] = {}
     """Evaluations that failed since the last success, by reason."""
     adjusted: dict[str, int] = {}
-    """Requests by sampling option that the engine removed."""
+    """Sampling option that the engine removed -> requests."""
     workers: Number | None = None
     """Mean number of groups in flight since the previous record, as below."""
     max_workers: int | None = None

@@ -18,8 +18,8 @@ SHORTEST = 6
 """Length below which values are too common to search for."""
 
 _SECRET = re.compile(
-    r"(?<![a-z])(api[_-]?key|access[_-]?key|private[_-]?key|key|secret|token|pass|passwd|password|credentials?|auth"
-    r"|authorization|cookie|webhook)(?![a-z])",
+    r"(?<![a-z])(api[_-]?key|access[_-]?key|private[_-]?key|key|secret|token|pass|passwd|password"
+    r"|credentials?|auth|authorization|cookie|webhook)(?![a-z])",
     re.IGNORECASE,
 )
 _REFERENCE = re.compile(r"\$\{(\w+)\}")
@@ -44,7 +44,7 @@ _NEEDED_BY = (
 _SHAPES = re.compile(
     r"""
     (?<=://) [^\s/@'"]+ (?=@)                                            # URL with user:password
-  | (?<=hooks\.slack\.com/) [\w/-]+ | (?<=/api/webhooks/) [\w/-]+        # Slack and Discord webhooks
+  | (?<=hooks\.slack\.com/) [\w/-]+ | (?<=/api/webhooks/) [\w/-]+        # Slack, Discord
   | \b (?: hf_ | api_org_ ) [A-Za-z0-9]{16,}                             # Hugging Face
   | \b sk- [\w-]{16,}                                                    # OpenAI, Anthropic
   | \b wandb_v\d_ [\w-]{16,}
@@ -52,7 +52,8 @@ _SHAPES = re.compile(
   | \b xox[abeprs]- [\w-]{10,}                                           # Slack
   | \b (?: AKIA | ASIA ) [0-9A-Z]{16} \b | \b AIza [\w-]{35}             # AWS, Google
   | (?<![\w-]) eyJ [\w-]{8,} \. [\w-]{8,} \. [\w-]+                     # JSON web token
-  | \b nvapi- [\w-]{20,} | \b npm_ [A-Za-z0-9]{20,} | \b r8_ [A-Za-z0-9]{20,} | \b [rs]k_(?:live|test)_ \w{16,}
+  | \b nvapi- [\w-]{20,} | \b npm_ [A-Za-z0-9]{20,}
+  | \b r8_ [A-Za-z0-9]{20,} | \b [rs]k_(?:live|test)_ \w{16,}
   | (?<=\ -u\ ) [^\s:]+:\S+ | (?<=--user[ =]) [^\s:]+:\S+               # curl
   | -----BEGIN\ [A-Z ]*PRIVATE\ KEY----- [\s\S]*? (?: -----END\ [A-Z ]*PRIVATE\ KEY----- | \Z )
     """,
@@ -61,7 +62,8 @@ _SHAPES = re.compile(
 # A name and its value in text: headers, `KEY=value`, `"token": "..."`.
 _NAMED_VALUE = re.compile(
     r"""
-    ( (?<![A-Za-z]) (?:proxy-)? authorization ["']? \s* [:=] \s* ["']? (?:(?:bearer|basic|token|digest)\s+)? ) [^"'\n]+
+    ( (?<![A-Za-z]) (?:proxy-)? authorization ["']? \s* [:=] \s* ["']?
+      (?:(?:bearer|basic|token|digest)\s+)? ) [^"'\n]+
   | ( (?<![A-Za-z]) (?:set-)? cookie ["']? \s* : \s* ["']? ) (?=\S+=) [^"'\n]+
   | ( \b (?:bearer|basic) \s+ ) (?=\S{8}) (?=[\w+/.-]*[\d+/=_]) [\w+/=.-]+
   | ( \b \w{0,32} (?:passwd | password) ["']? \s* [=:] \s* ["']? )
@@ -80,8 +82,8 @@ _NAMED_VALUE = re.compile(
 # The lookbehind keeps parts of paths, URLs and commits in text.
 # W&B keys (40 hex digits) and a run's key (43 characters) without a name.
 _KEY_LIKE = re.compile(
-    r"(?<![0-9A-Za-z/@_-])(?:[0-9a-f]{40}|(?=[\w-]{0,42}[a-z])(?=[\w-]{0,42}[A-Z])(?=[\w-]{0,42}\d)[\w-]{43})"
-    r"(?![0-9A-Za-z_-])",
+    r"(?<![0-9A-Za-z/@_-])(?:[0-9a-f]{40}"
+    r"|(?=[\w-]{0,42}[a-z])(?=[\w-]{0,42}[A-Z])(?=[\w-]{0,42}\d)[\w-]{43})(?![0-9A-Za-z_-])",
     re.ASCII,
 )
 
@@ -89,7 +91,9 @@ _KEY_LIKE = re.compile(
 # A token that a command sends; references and code that handles a token stay.
 _BEARER = re.compile(
     r"""
-    ( \A bearer \s+ | (?<![a-z]) authorization ["']? \s* : \s* ["']? (?:bearer|basic|token|digest) \s+ ) [\w+/=.~-]{4,}
+    ( \A bearer \s+
+    | (?<![a-z]) authorization ["']? \s* : \s* ["']? (?:bearer|basic|token|digest) \s+
+    ) [\w+/=.~-]{4,}
   | ( \b bearer \s+ ) (?=[\w+/=.~-]{8}) (?=[\w+/.~-]*[\d+/=_]) [\w+/=.~-]+
     """,
     re.VERBOSE | re.IGNORECASE,
