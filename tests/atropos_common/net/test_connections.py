@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -238,10 +239,12 @@ async def test_newcomers_win_over_connections_that_ask_for_nothing(
 
 @pytest.mark.usefixtures("foreign")
 async def test_requests_of_other_users_do_not_fill_the_log(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Thousands of refused requests would push the run's own lines out of a rotated log."""
-    caplog.set_level("INFO", "uvicorn")
+    for name in ("uvicorn", "uvicorn.access"):  # a server of another test may have configured them
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+        caplog.set_level("INFO", name)
     async with Served() as server:
         reader, writer = await server.connect()
         assert await answer(reader, writer, "torch.OutOfMemoryError") == "foreign"
