@@ -366,21 +366,34 @@ def _engine(
     )
     parts = [spec]
     for rank in range(1, len(placements)):
-        part = _engine_part(site, section, placements, rank)
-        update = {
-            "name": names[rank],
-            "command": _engine_command(site, section, settings, part),
-            "env": spec.env | _gpus(placements[rank].gpus) | _node_address(site, placements, rank),
-            # Without an API server a part is ready by a stage, and has no port.
-            "probes": _reached(stages.READY, "its workers are ready"),
-            "port": None,
-            "port_held": False,
-            "place": site.place(placements[rank].node),
-            "gpus": placements[rank].gpus,
-            "restart_with": [section.name],
-        }
-        parts.append(spec.model_copy(update=update))
+        flags = _engine_part(site, section, placements, rank)
+        command = _engine_command(site, section, settings, flags)
+        parts.append(_without_api(site, spec, names[rank], command, placements, rank))
     return parts
+
+
+def _without_api(
+    site: Site,
+    first: ComponentSpec,
+    name: str,
+    command: list[str],
+    placements: list[Placement],
+    rank: int,
+) -> ComponentSpec:
+    """A further part of the server `first`: it has no port, and is ready by a stage."""
+    here = placements[rank]
+    update = {
+        "name": name,
+        "command": command,
+        "env": first.env | _gpus(here.gpus) | _node_address(site, placements, rank),
+        "probes": _reached(stages.READY, "its workers are ready"),
+        "port": None,
+        "port_held": False,
+        "place": site.place(here.node),
+        "gpus": here.gpus,
+        "restart_with": [first.name],
+    }
+    return first.model_copy(update=update)
 
 
 def _engine_part(
