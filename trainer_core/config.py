@@ -593,7 +593,10 @@ def _batch_contradictions(config: TrainingConfig) -> Iterator[str]:
             f"(--batch-size x --gradient-accumulation-steps)"
         )
     if config.activation_offload and config.gradient_checkpointing == "off":
-        yield "--activation-offload needs gradient checkpointing: drop --gradient-checkpointing off"
+        yield (
+            "--activation-offload needs gradient checkpointing: "
+            "leave out --gradient-checkpointing off"
+        )
     if config.gradient_dtype == "bfloat16" and config.dtype == "float16":
         yield "--gradient-dtype bfloat16 needs --dtype bfloat16: gradients of float16 are scaled"
     if config.master_weights == "stochastic" and config.dtype == "float16":

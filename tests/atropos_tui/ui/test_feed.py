@@ -125,5 +125,5 @@ async def test_half_a_surrogate_pair_in_a_rollout_is_not_shown(tmp_path: Path) -
     async with cockpit(run, (160, 45), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows("step 37/60")
         await screen.press("4")
-        await screen.shows("odd ? one")
-        screen.text().encode()
+        await screen.shows("1 line of the run's streams skipped")
+        assert "odd" not in screen.text()

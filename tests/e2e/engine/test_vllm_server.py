@@ -536,7 +536,8 @@ def test_sigterm_ends_it_cleanly_and_leaves_nothing(tmp_path: Path, model: Path)
         family, timeout=2
     )  # the kernel kills them with their parent, an instant later
     assert not still_running(family)
-    assert not any(temporary.iterdir())
+    left = list(temporary.rglob("*"))  # torch's compile cache stays for the next server
+    assert not [path for path in left if not path.name.startswith("torchinductor_")]
 
 
 @pytest.mark.slow
