@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,10 +56,10 @@ class NoDriverError(Exception):
         self.refuses = refuses
 
 
-def given_here(environment: Mapping[str, str] = os.environ) -> str | None:
+def given_here() -> str | None:
     """Return the GPUs that SLURM gave this process, in the form of `CUDA_VISIBLE_DEVICES`; None
     without a job or GPUs."""
-    return environment.get("CUDA_VISIBLE_DEVICES") if "SLURM_JOB_ID" in environment else None
+    return os.environ.get("CUDA_VISIBLE_DEVICES") if "SLURM_JOB_ID" in os.environ else None
 
 
 class Nvml:
@@ -100,11 +99,11 @@ class Nvml:
             try:
                 card = self._card(index, handle)
             except library.NVMLError:
-                card = Card(index, 0, 0, _text(library.nvmlDeviceGetName(handle)))
+                card = Card(index, 0, 0, library.nvmlDeviceGetName(handle))
             cards.append(replace(card, capability=(int(major), int(minor))))
         # NVML writes CUDA 12.4 as 12040.
         return NvidiaDriver(
-            _text(library.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10), cards
+            library.nvmlSystemGetDriverVersion(), (cuda // 1000, cuda % 1000 // 10), cards
         )
 
     def has_open(self, pid: int, index: int) -> bool:
@@ -143,7 +142,7 @@ class Nvml:
     def _card(self, index: int, handle: Any) -> Card:
         library = self._library
         memory = library.nvmlDeviceGetMemoryInfo(handle)
-        name = _text(library.nvmlDeviceGetName(handle))
+        name = library.nvmlDeviceGetName(handle)
         utilization: int | None = None
         power_w: float | None = None
         temperature_c: int | None = None
@@ -182,16 +181,11 @@ def _chosen(library: Any, handles: list[Any], given: str) -> list[Any]:
         if word.isdecimal():
             found += handles[int(word) : int(word) + 1]
         else:
-            ids = [_text(library.nvmlDeviceGetUUID(each)) for each in handles if word]
+            ids = [library.nvmlDeviceGetUUID(each) for each in handles if word]
             found += [
                 each for each, id_ in zip(handles, ids, strict=False) if id_.startswith(word)
             ][:1]
     return found if len(found) == len(given.split(",")) else handles
-
-
-def _text(value: str | bytes) -> str:
-    # Older releases of nvidia-ml-py return bytes.
-    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _node(library: Any, handle: Any) -> str:

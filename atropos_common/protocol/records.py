@@ -431,21 +431,6 @@ SAMPLING = "sampling"
 POLICY_LAG = "policy lag"
 OUTLIER = "outlier"
 ROUNDING = "rounding"
-ALIGNMENT_CAUSES = (
-    STALE_WEIGHTS,
-    STALE_PREFIX,
-    TEMPERATURE,
-    SHIFTED,
-    MISSING,
-    HEAD_DTYPE,
-    BROKEN_WEIGHTS,
-    OTHER_WEIGHTS,
-    SAMPLING,
-    POLICY_LAG,
-    OUTLIER,
-    ROUNDING,
-)
-"""First words of `AlignmentRecord.cause`; the observation follows."""
 
 HEALTHY_RATIO = (0.8, 1.2)
 HEALTHY_CLIP_FRACTION = 0.3

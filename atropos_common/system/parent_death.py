@@ -33,9 +33,9 @@ def die_with_parent(parent: int) -> bool:
     return os.getppid() == parent
 
 
-def with_parent(command: list[str], group: str = "") -> list[str]:
+def with_parent(command: list[str]) -> list[str]:
     """Command line of a child that dies with this process."""
-    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), group, *command]
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), "", *command]
 
 
 def become(parent: int, group: str, command: list[str], env: dict[str, str]) -> int:

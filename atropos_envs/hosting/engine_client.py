@@ -199,11 +199,6 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         return server
 
     @property
-    def asked(self) -> int:
-        """Requests since the start."""
-        return sum(server.asked for server in self._servers)
-
-    @property
     def under_way(self) -> int:
         """Completions in flight, over all servers."""
         return sum(server.under_way for server in self._servers)

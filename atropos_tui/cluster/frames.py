@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import select
-import socket
-import struct
 
 from atropos_tui.supervisor.processes.logs import read_some
 
@@ -21,14 +19,6 @@ Frame = tuple[str, bytes]
 
 def head(kind: str, payload: bytes = b"") -> bytes:
     return f"{kind} {len(payload)}\n".encode()
-
-
-def is_own_peer(connection: socket.socket) -> bool:
-    """The peer of a Unix socket is a process of this user."""
-    _, uid, _ = struct.unpack(
-        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    )
-    return bool(uid == os.getuid())
 
 
 class ConnectionClosedError(OSError):

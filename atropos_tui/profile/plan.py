@@ -46,7 +46,6 @@ from atropos_tui.profile.sections import (
     EnvSection,
     ExtraSection,
     PrepareSection,
-    Profile,
 )
 from atropos_tui.profile.site import (
     Site,
@@ -55,7 +54,6 @@ from atropos_tui.profile.site import (
     env_engines,
     env_node,
     is_fed,
-    make_site,
     meeting_address,
     node_of,
     trainer_gpus,
@@ -171,10 +169,6 @@ ENV_STAGES = [
         "and the trainer waits for vLLM: see `why trainer`",
     )
 ]
-
-
-def build_stack(profile: Profile, run_dir: Path, *, run_id: str) -> StackSpec:
-    return stack_of(make_site(profile, run_dir, run_id=run_id))
 
 
 def stack_of(site: Site) -> StackSpec:

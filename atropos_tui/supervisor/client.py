@@ -184,13 +184,6 @@ class ControlClient:
         )
         return await self._get("/recipe", Recipe, params=params)
 
-    async def logs(self, component: str, n: int = 100) -> list[str]:
-        """Last `n` log lines of the current attempt."""
-        answer = await self._request(
-            "GET", f"/logs/{quote(component, safe='')}", params={"n": str(n)}
-        )
-        return answer.text.splitlines()
-
     async def wait(self, for_: str = "ready", timeout: float | None = None) -> WaitResult:
         """Wait for `ready`, `done` or a component; `timeout` in seconds."""
         params = {"for": for_} | ({} if timeout is None else {"timeout": str(timeout)})

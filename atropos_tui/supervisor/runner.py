@@ -27,7 +27,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -69,7 +69,6 @@ from atropos_tui.supervisor.launchers.guard import Guard
 from atropos_tui.supervisor.launchers.launcher import DirectLauncher, Host, Launcher
 from atropos_tui.supervisor.notify import Notifier
 from atropos_tui.supervisor.processes import procfs
-from atropos_tui.supervisor.processes.logs import last_lines
 from atropos_tui.supervisor.processes.process import become_subreaper
 from atropos_tui.supervisor.supervisor import RefusedError, Supervisor
 
@@ -79,7 +78,6 @@ after every system call; 5 ms each is slow while a log floods."""
 THREADS = 6
 """Threads for blocking calls, started in advance."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-MOST_LINES = 100_000
 LARGEST_COMMAND = 1 << 20
 """Largest request body of a command, in bytes."""
 
@@ -156,7 +154,7 @@ async def _with_socket(stack: StackSpec, store: Store, run: RunDir, signals: _Si
         _export_key(stack, token)
         launcher = _launcher(stack, guard.group, str(path), token)
         supervisor = Supervisor(store, Host(stack, guard, launcher, str(path), token))
-        api = ApiServer(Routes(supervisor, run).app(), listening)
+        api = ApiServer(Routes(supervisor).app(), listening)
         await api.started()
         figures = await _serve_metrics(supervisor, run, token if stack.nodes else "")
         # Signals that came while the run was being set up are delivered now.
@@ -295,9 +293,8 @@ def _fault(supervisor: Supervisor) -> int:
 class Routes:
     """Routes of the control socket. They change state only through `Supervisor.submit`."""
 
-    def __init__(self, supervisor: Supervisor, run: RunDir) -> None:
+    def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        self._run = run
 
     def app(self) -> Starlette:
         return Starlette(
@@ -307,7 +304,6 @@ class Routes:
                 Route("/commands", self.command, methods=["POST"]),
                 Route("/commands/{command_id}", self.command_status),
                 Route("/recipe", self.recipe),
-                Route("/logs/{component}", self.logs),
                 Route("/wait", self.wait),
             ],
             exception_handlers={RefusedError: refused},
@@ -363,22 +359,6 @@ class Routes:
 
     async def recipe(self, request: Request) -> Response:
         return answer(self._supervisor.recipe_for(request_of(dict(request.query_params))))
-
-    async def logs(self, request: Request) -> Response:
-        component = self._supervisor.components.get(request.path_params["component"])
-        if component is None:
-            known = ", ".join(self._supervisor.components)
-            raise RefusedError(404, f"no component {request.path_params['component']!r}", known)
-        try:
-            count = min(max(int(request.query_params.get("n", 100)), 0), MOST_LINES)
-        except ValueError:
-            raise RefusedError(422, "n must be a number") from None
-        if not component.attempt:
-            return PlainTextResponse("")
-        lines = await asyncio.to_thread(
-            last_lines, self._run.log(component.name, component.attempt), count
-        )
-        return PlainTextResponse("".join(line + "\n" for line in lines))
 
     async def wait(self, request: Request) -> Response:
         target = request.query_params.get("for", "ready")

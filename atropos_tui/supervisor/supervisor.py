@@ -68,7 +68,6 @@ class Operation:
 
     id: str
     request: CommandRequest
-    recipe: Recipe
     by_hand: bool = True
     """False for restarts by policy and the end of the run: no command records."""
     why: str = ""
@@ -486,9 +485,7 @@ class Supervisor:
         request = CommandRequest(action="restart", component=component.name)
         start = [name for name in plan.start if name == component.name or name in partners]
         self._begin(
-            Operation(
-                new_id(), request, plan, False, stop=partners, start=start, not_before=again_at
-            )
+            Operation(new_id(), request, False, stop=partners, start=start, not_before=again_at)
         )
         # Reconcile just after `not_before`; an event loop timer may fire slightly early.
         self._loop.call_later(delay + 0.001, self._do, look_again)
@@ -527,7 +524,7 @@ class Supervisor:
             self._finish(other, "failed", "the run is ending")
         plan = recipe(self.stack, "down", None)
         request = CommandRequest(action="down")
-        self._begin(operation or Operation(new_id(), request, plan, False, stop=list(plan.stop)))
+        self._begin(operation or Operation(new_id(), request, False, stop=list(plan.stop)))
 
     # Commands.
 
@@ -540,9 +537,7 @@ class Supervisor:
             answer.set_exception(refused)
             return
         plan = self.recipe_for(request)
-        operation = Operation(
-            command_id, request, plan, stop=list(plan.stop), start=list(plan.start)
-        )
+        operation = Operation(command_id, request, stop=list(plan.stop), start=list(plan.start))
         if request.action == "kill":  # the restart follows from the crash
             operation.stop, operation.start = plan.stop[:1], []
         if request.component:
@@ -628,7 +623,7 @@ class Supervisor:
             return
         plan = recipe(self.stack, "down", None)
         operation = Operation(
-            new_id(), CommandRequest(action="down"), plan, stop=list(plan.stop), status="running"
+            new_id(), CommandRequest(action="down"), stop=list(plan.stop), status="running"
         )
         detail = "the job's time is almost up: the run saves and stops"
         self._record(operation.request, operation.id, "accepted", detail)

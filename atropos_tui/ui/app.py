@@ -249,10 +249,6 @@ class CockpitApp(CommandApp):
         if self.painter.refresh(is_known=is_known, is_loaded=self.loaded, is_steady=is_steady):
             self._choose_component()
 
-    @property
-    def has_news(self) -> bool:
-        return self.painter.dirty or (self.painter.fresh_records and self.loaded)
-
     # A panel that appears needs a `View`; after the end of a run no record would trigger one.
     def on_resize(self) -> None:
         self.painter.dirty = True

@@ -110,16 +110,6 @@ def record_error(error: BaseException, where: str) -> None:
         write_private(error_file(), "\n".join([versions, *_recorded.values()]))
 
 
-def recorded_errors() -> list[str]:
-    """Return place, type and message of every error of this process."""
-    return list(_recorded)
-
-
-def forget_errors() -> None:
-    """Start a new report."""
-    _recorded.clear()
-
-
 def crash_line(run: Path, *, command: str, is_over: bool) -> str:
     """Return the line to print after a crash; `command` reopens the screen."""
     again = f"atropos-tui {command} {shlex.quote(str(run))}"

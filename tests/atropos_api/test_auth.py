@@ -27,9 +27,10 @@ from atropos_api.auth import Settings
 from atropos_common.net import connections
 from atropos_common.net.body import BodyError, Gunzip, read_body
 from atropos_common.protocol.bridge import TOKEN_HEADER
-from atropos_tui.profile.plan import build_stack
+from atropos_tui.profile.plan import stack_of
 from atropos_tui.profile.ports import free_port
 from atropos_tui.profile.sections import parse_profile
+from atropos_tui.profile.site import make_site
 from tests.support.other_user import as_another_user, call, needs_another_user, other_user
 
 TOKEN = "a-token-of-the-run"
@@ -50,7 +51,9 @@ REGISTRATION = {
 def planned(port: int) -> list[str]:
     """How a stack starts its run-api."""
     data = {"name": "p", "model": "/models/m", "env": {"module": "json"}, "api": {"port": port}}
-    found = build_stack(parse_profile(data, "p.toml"), Path("/runs/r"), run_id="r").component("api")
+    found = stack_of(
+        make_site(parse_profile(data, "p.toml"), Path("/runs/r"), run_id="r")
+    ).component("api")
     assert found is not None
     return found.command
 

@@ -23,14 +23,14 @@ from atropos_envs.arithmetic import (
     reward,
     write_task,
 )
-from atropos_envs.tiny_model import EOS_ID, VOCABULARY, build_tiny_model, make_tiny_model
+from atropos_envs.tiny_model import EOS_ID, VOCABULARY, build_tiny_model, save_model
 
 operands = st.integers(0, OPERANDS - 1)
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", seed=3)
+    return save_model(build_tiny_model(seed=3), tmp_path_factory.mktemp("models") / "tiny")
 
 
 def test_the_tokenizer_is_one_id_per_character_and_adds_nothing(tiny: Path) -> None:
@@ -60,8 +60,12 @@ def test_the_model_loads_by_the_auto_class_with_the_weights_of_its_seed(
     assert model.dtype == torch.float32
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert model.generation_config.eos_token_id == EOS_ID
-    again = (make_tiny_model(tmp_path / "again", seed=3) / "model.safetensors").read_bytes()
-    other = (make_tiny_model(tmp_path / "other", seed=4) / "model.safetensors").read_bytes()
+    again = (
+        save_model(build_tiny_model(seed=3), tmp_path / "again") / "model.safetensors"
+    ).read_bytes()
+    other = (
+        save_model(build_tiny_model(seed=4), tmp_path / "other") / "model.safetensors"
+    ).read_bytes()
     assert again == (tiny / "model.safetensors").read_bytes() != other
 
 
@@ -74,7 +78,7 @@ def test_unused_rows_are_rows_of_the_model_and_no_tokens(short: None, tmp_path: 
     assert len(tokenizer) == 14
     assert tokenizer.decode([3, 100, 12]) == "1+", "a row that is no token is no text"
     with pytest.raises(ValueError, match="13 rows are too few"):
-        make_tiny_model(tmp_path / "narrow", vocab_rows=13)
+        save_model(build_tiny_model(vocab_rows=13), tmp_path / "narrow")
 
 
 def test_two_runs_may_make_the_same_model_at_once(
@@ -123,7 +127,9 @@ def test_building_a_model_leaves_the_random_state_alone() -> None:
 
 
 def test_bfloat16_is_saved_as_such(tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, dtype="bfloat16"))
+    model = AutoModelForCausalLM.from_pretrained(
+        save_model(build_tiny_model(dtype="bfloat16"), tmp_path)
+    )
     assert model.dtype == torch.bfloat16
 
 
@@ -238,7 +244,7 @@ def test_a_warm_start_is_whole_and_the_same_for_the_same_seed(short: None, tmp_p
         tmp_path / "b/model.safetensors"
     ).read_bytes()
     assert json.loads((tmp_path / "a/task.json").read_text())["accuracy"] == accuracies
-    untrained = make_tiny_model(tmp_path / "untrained", seed=2)
+    untrained = save_model(build_tiny_model(seed=2), tmp_path / "untrained")
     assert (tmp_path / "a/model.safetensors").read_bytes() != (
         untrained / "model.safetensors"
     ).read_bytes()

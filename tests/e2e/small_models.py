@@ -10,7 +10,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from atropos_envs.tiny_model import EOS_ID, PAD_ID, VOCABULARY, make_tiny_model, make_tokenizer
+from atropos_envs.tiny_model import (
+    EOS_ID,
+    PAD_ID,
+    VOCABULARY,
+    build_tiny_model,
+    make_tokenizer,
+    save_model,
+)
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": len(VOCABULARY),
@@ -98,7 +105,7 @@ def make_model(
     """Save a random float32 model of `ARCHITECTURES` or `OTHERS`, or the demo's; `generation` goes
     into its generation_config.json, `shape` changes its configuration."""
     if name == TINY:
-        return make_tiny_model(path)
+        return save_model(build_tiny_model(), path)
     import torch
     import transformers
 

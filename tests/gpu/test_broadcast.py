@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 
-from atropos_envs.tiny_model import make_tiny_model
+from atropos_envs.tiny_model import build_tiny_model, save_model
 from tests.e2e import vllm_server_live
 from tests.e2e.engine.test_broadcast import config
 from tests.e2e.engine.test_lora import PROMPT, STEPS
@@ -69,7 +69,7 @@ def serve(folder: Path, model: Path, gpus: str) -> Server:
     ids=["one server", "tensor parallel", "two servers"],
 )
 def test_broadcasts_under_streams(layout: tuple[str, ...], tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "model", dtype="bfloat16")
+    model = save_model(build_tiny_model(dtype="bfloat16"), tmp_path / "model")
     servers = [serve(tmp_path / gpus, model, gpus) for gpus in layout]
     settings = config(
         model,
@@ -147,7 +147,7 @@ def test_3_4_gb_arrive_quickly(tmp_path: Path) -> None:
 def test_a_server_whose_engine_hangs_is_named(tmp_path: Path) -> None:
     """It answers HTTP, and its workers come neither to the meeting nor to NCCL: the trainer says
     which, and ends."""
-    model = make_tiny_model(tmp_path / "model", dtype="bfloat16")
+    model = save_model(build_tiny_model(dtype="bfloat16"), tmp_path / "model")
     server = serve(tmp_path / "server", model, "1")
     settings = config(
         model, server.url, dtype="bfloat16", device="cuda:0", broadcast_timeout=5, engine_timeout=5

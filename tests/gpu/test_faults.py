@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from atropos_envs.tiny_model import make_tiny_model
+from atropos_envs.tiny_model import build_tiny_model, save_model
 from tests.e2e.gate import Live, alignments, shift, stopped_for, train_on, train_on_copies
 from tests.e2e.streams import Streams
 from tests.e2e.vllm_server_live import Server, end_of
@@ -40,7 +40,7 @@ WHOLE_GRAPHS = ("-cc.mode=none", "-cc.cudagraph_mode=full_decode_only")
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
     folder = tmp_path_factory.mktemp("faults")
-    model = make_tiny_model(folder / "model", dtype="bfloat16", vocab_rows=128)
+    model = save_model(build_tiny_model(dtype="bfloat16", vocab_rows=128), folder / "model")
     python_path = os.pathsep.join([str(PLUGIN), os.environ.get("PYTHONPATH", "")])
     started = {
         "clean": begin("shared_vllm", model, folder / "clean"),

@@ -13,7 +13,7 @@ from statistics import mean
 import pytest
 import torch
 
-from atropos_envs.tiny_model import make_tiny_model
+from atropos_envs.tiny_model import build_tiny_model, save_model
 from tests.e2e import vllm_server_live
 from tests.e2e.engine.test_lora import PROMPT, STEPS
 from tests.e2e.engine.test_none import UPDATES, Whole, config
@@ -44,7 +44,7 @@ def mean_gap(trainer: Whole, completions: list[Streamed]) -> float:
 def test_two_ranks_load_under_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATROPOS_TOKEN", TOKEN)
     monkeypatch.setattr(vllm_server_live, "START_S", 400.0)
-    model = make_tiny_model(tmp_path / "model", dtype="bfloat16")
+    model = save_model(build_tiny_model(dtype="bfloat16"), tmp_path / "model")
     flags = (
         "--tensor-parallel-size",
         "2",

@@ -27,7 +27,7 @@ import torch
 
 from atropos_common.protocol.manifest import read_manifest
 from atropos_common.protocol.records import parse_line
-from atropos_envs.tiny_model import make_tiny_model
+from atropos_envs.tiny_model import build_tiny_model, save_model
 from tests.e2e.vllm_server_live import end_of, still_running
 from tests.gpu.test_weight_sync import begin, until_ready
 from tests.trainer_core.policy.test_cuda import Sampled
@@ -129,7 +129,7 @@ def test_what_is_left_when_the_server_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ATROPOS_TOKEN", TOKEN)
-    base, out = make_tiny_model(tmp_path / "tiny", dtype="bfloat16"), tmp_path / "out"
+    base, out = save_model(build_tiny_model(dtype="bfloat16"), tmp_path / "tiny"), tmp_path / "out"
     manifest, log = tmp_path / "bridge" / "vllm_bridge_config.json", tmp_path / "second.log"
     first = begin("shared_vllm", base, tmp_path)
     try:

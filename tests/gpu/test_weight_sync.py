@@ -22,7 +22,7 @@ import httpx
 import pytest
 
 from atropos_common.protocol.records import parse_line
-from atropos_envs.tiny_model import make_tiny_model
+from atropos_envs.tiny_model import build_tiny_model, save_model
 from tests.e2e.live_stack import free_ports
 from tests.e2e.streams import Streams
 from tests.e2e.vllm_server_live import Server, end_of
@@ -53,8 +53,9 @@ ENGINE_FLAGS = ["--kv-cache-memory-bytes", str(1 << 30), "--max-num-seqs", "64"]
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With as many rows as vLLM 0.26 needs for adapters."""
-    return make_tiny_model(
-        tmp_path_factory.mktemp("model") / "tiny", dtype="bfloat16", vocab_rows=128
+    return save_model(
+        build_tiny_model(dtype="bfloat16", vocab_rows=128),
+        tmp_path_factory.mktemp("model") / "tiny",
     )
 
 

@@ -171,6 +171,11 @@ class Running:
         rows = [record for record in self.records if isinstance(record, StateRecord)]
         return [row for row in rows if component in (None, row.component)]
 
+    def logs(self, component: str) -> list[str]:
+        """Lines of the newest attempt."""
+        attempt = self.states(component)[-1].attempt
+        return self.run.log(component, attempt).read_text().splitlines()
+
     def path(self, component: str) -> list[str]:
         """The states that `component` went through."""
         return [row.new for row in self.states(component)]

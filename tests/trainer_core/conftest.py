@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from atropos_envs.tiny_model import build_tiny_model, make_tiny_model, save_model
+from atropos_envs.tiny_model import build_tiny_model, save_model
 from tests.trainer_core.stand_ins import TOKEN, Engine, plain_model
 
 # Most of a step's time is its layers: two of the demo's are enough for most tests.
@@ -33,7 +33,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def demo_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the demo's model with all its layers and random weights."""
     torch.set_num_threads(1)
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "demo")
+    return save_model(build_tiny_model(), tmp_path_factory.mktemp("model") / "demo")
 
 
 @pytest.fixture

@@ -95,7 +95,7 @@ class ProbeDiffs:
 class Alignment:
     verdict: Verdict
     cause: str = ""
-    """One of `ALIGNMENT_CAUSES`, a colon, and the evidence."""
+    """A cause of `protocol.records`, a colon, and the evidence."""
 
     def explained(self, cause: str | None) -> Alignment:
         """A mismatch with the given cause; None keeps this result."""

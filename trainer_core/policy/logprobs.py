@@ -76,11 +76,9 @@ def head_scores(
     hidden: torch.Tensor,
     labels: torch.Tensor,
     temperatures: torch.Tensor,
-    *,
-    head_dtype: torch.dtype | None = None,
 ) -> TokenScores:
     """Score labels from the states that predict them, [T, H], as `row_scores` does."""
-    return gathered(model, lambda: _head_scores(model, hidden, labels, temperatures, head_dtype))
+    return gathered(model, lambda: _head_scores(model, hidden, labels, temperatures, None))
 
 
 def _head_scores(

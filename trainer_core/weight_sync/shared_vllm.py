@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import torch
@@ -46,8 +46,6 @@ from trainer_core.policy.tensor_parallel import TensorParallel, own_part, parall
 from trainer_core.ranks.world import ALONE, World
 from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.base import Phases, Start, WeightSync
-
-T = TypeVar("T")
 
 PROOF = 64.0
 """Factor, and addend, of the value that the server must follow."""

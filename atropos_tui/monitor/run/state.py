@@ -120,7 +120,6 @@ class RunState:
     """Per-step values that add up to figures of the whole run."""
     syncs: Series = field(default_factory=Series)
     """Seconds of every publish, over weight versions."""
-    newest_sync: SyncRecord | None = None
     transitions: deque[StateRecord] = field(default_factory=lambda: deque(maxlen=TRANSITIONS_KEPT))
     diagnoses: deque[DiagnosisRecord] = field(default_factory=lambda: deque(maxlen=DIAGNOSES_KEPT))
     """Every diagnosis as opened, oldest first."""
@@ -208,10 +207,8 @@ class RunState:
             self.alignment = record
         elif isinstance(record, CheckpointRecord):
             self.checkpoints.append(record)
-        elif isinstance(record, SyncRecord):
-            self.newest_sync = record
-            if record.moved:
-                self.syncs.put(record.weight_version, record.seconds, record.time)
+        elif isinstance(record, SyncRecord) and record.moved:
+            self.syncs.put(record.weight_version, record.seconds, record.time)
         elif isinstance(record, RanksRecord):
             self.ranks = record
         elif isinstance(record, BenchmarkRecord):

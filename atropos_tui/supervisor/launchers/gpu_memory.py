@@ -247,7 +247,7 @@ class GpuMemory:
                 listed = self._listed(own, card)
                 if (size := _size(listed, card)) is not None:
                     held[name] = held.get(name, 0) + size
-                if own:  # creates the entry of an adopted component, which was never admitted
+                if own:  # creates the entry of a component that started without a reading
                     seen = self._present.setdefault(name, {}).setdefault(card.index, _Presence())
                     seen.pids |= listed
                     seen.highest = max(seen.highest, excess_of(card, self._floors.get(card.index)))

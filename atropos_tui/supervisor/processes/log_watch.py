@@ -54,9 +54,6 @@ class LineWatch:
             self._look(self._partial[self._fresh :])
         return pattern in self._patterns and pattern not in self._waiting
 
-    def note_seen(self, pattern: str) -> None:
-        self._waiting.discard(pattern)
-
     def take(self, data: bytes) -> None:
         """Match the lines that `data` completes; keep the unfinished one."""
         # Without patterns this costs nothing, even while a log floods.

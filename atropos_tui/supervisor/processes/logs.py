@@ -10,6 +10,7 @@ In a flood a line's time is up to 1/`RATE` s too early.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
@@ -64,8 +65,6 @@ class LogDrain:
         """Called with every chunk; must only store it."""
         self._reported = (-SAY_AGAIN_S, 0)
         self._failed_at: float | None = None
-        import asyncio  # here, because keepers do not need it
-
         self._loop = asyncio.get_running_loop()
         if self._fd >= 0:
             # A blocking read would stop the whole event loop.
@@ -444,33 +443,6 @@ def _opened(path: Path, inode: int | None) -> BinaryIO | None:
         return file
     file.close()
     return None
-
-
-def last_lines(path: Path, count: int) -> list[str]:
-    """Last `count` lines over both segments."""
-    data = b""
-    # The current segment first, then the older one in front of it.
-    for part in (path, path.with_name(path.name + ".1")):
-        data = _end_of(part, count - data.count(b"\n")) + data
-        if data.count(b"\n") >= count:
-            break
-    return data.decode(errors="replace").splitlines()[-count:] if count > 0 else []
-
-
-def _end_of(path: Path, count: int) -> bytes:
-    try:
-        with open_regular(path, IN_LOGS) as file:
-            position = file.seek(0, os.SEEK_END)
-            data = b""
-            # One line end more than lines, because the first line may be incomplete.
-            while position > 0 and data.count(b"\n") <= count:
-                step = min(CHUNK, position)
-                position -= step
-                file.seek(position)
-                data = file.read(step) + data
-            return data
-    except OSError:
-        return b""
 
 
 def attempts(folder: Path) -> list[Path]:

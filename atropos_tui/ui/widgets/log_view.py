@@ -83,10 +83,6 @@ class LogView(ScrollView, Guarded, can_focus=True):
         self.is_begun = self._stale = False
         self._painted = 0.0
 
-    @property
-    def text_lines(self) -> list[str]:
-        return [entry.text for entry in self.buffer.entries]
-
     def on_mount(self) -> None:
         self._retitle()
         self.set_interval(REPAINT_S, self._repaint)

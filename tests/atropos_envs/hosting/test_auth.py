@@ -16,7 +16,7 @@ from atropos_common.system.run_dir import ENV_DOOR_KEY
 from atropos_envs import EnvFault
 from atropos_envs.arithmetic_server import ArithmeticEnv
 from atropos_envs.hosting.hosted import with_run_key
-from atropos_envs.tiny_model import make_tiny_model
+from atropos_envs.tiny_model import build_tiny_model, save_model
 from tests.atropos_envs.support import make_env, run_api
 
 TOKEN = "a-token-of-the-run"
@@ -50,7 +50,7 @@ async def test_an_environment_gets_through_the_door(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_key: bool
 ) -> None:
     """Each call that atroposlib makes of run-api, on the real one."""
-    make_tiny_model(tmp_path / "model")
+    save_model(build_tiny_model(), tmp_path / "model")
     auth = Settings(frozenset(), allowed_hosts("127.0.0.1"), 1 << 20, TOKEN, frozenset({KEY}))
     if has_key:
         monkeypatch.setenv(ENV_DOOR_KEY, KEY)

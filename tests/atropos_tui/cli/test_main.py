@@ -24,9 +24,9 @@ from atropos_tui.cli.start.profiles import Checked
 from atropos_tui.errors import Exit
 from atropos_tui.profile.budget.inventory import Hardware
 from atropos_tui.profile.budget.memory import Inventory
-from atropos_tui.profile.plan import build_stack
+from atropos_tui.profile.plan import stack_of
 from atropos_tui.profile.sections import Profile
-from atropos_tui.profile.site import Site
+from atropos_tui.profile.site import Site, make_site
 from tests.support.cpu_time import cpu_seconds
 
 
@@ -131,7 +131,7 @@ def test_an_impossible_run_directory_is_a_mistake(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def passed(profile: Profile, _: Path, site: Site, machine: bool, resumed: bool) -> Checked:
-        stack = build_stack(profile, site.run.root, run_id=site.run_id)
+        stack = stack_of(make_site(profile, site.run.root, run_id=site.run_id))
         return Checked(site, stack, Inventory(Hardware((), None), {}), "")
 
     monkeypatch.setattr(up, "checked", passed)

@@ -21,7 +21,7 @@ from atropos_tui.profile.budget import memory
 from atropos_tui.profile.budget.inventory import named_machine
 from atropos_tui.profile.checks.consistency import check_profile
 from atropos_tui.profile.checks.preflight import is_this_machine, machines_of, unfit
-from atropos_tui.profile.plan import build_stack, stack_of
+from atropos_tui.profile.plan import stack_of
 from atropos_tui.profile.sections import Profile, load_profile, parse_profile
 from atropos_tui.profile.site import make_site, trainer_placements, trainer_ranks
 from atropos_tui.profile.spec import ComponentSpec, HttpCheck
@@ -102,7 +102,7 @@ def test_everybody_has_a_machine_gpus_and_a_way_there() -> None:
     assert places["api"].prefix == []  # the supervisor is there
     assert (places["vllm-2"].prefix[0], places["vllm-2"].prefix[-1]) == ("ssh", "me@i2")
     assert places["vllm-2"].address == "10.0.0.2"
-    stack = build_stack(chosen, RUN_DIR, run_id="r")
+    stack = stack_of(make_site(chosen, RUN_DIR, run_id="r"))
     assert [(node.name, node.host, node.address, node.gpus) for node in stack.nodes][1:4] == [
         ("infer", "me@i1", "10.0.0.1", 4),
         ("infer-2", "me@i2", "10.0.0.2", 4),
@@ -308,9 +308,6 @@ def test_ray_is_reached_through_our_bridge() -> None:
         "10.0.0.9:6379",
         "me@i1",
     ]
-
-
-LARGE = {"name": "n", "count": 2, "gpus": 2, "hosts": ["a", "b"]}
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,9 @@ from atropos_common.system.run_dir import ENV_TOKEN
 from atropos_tui.diagnoses.metric_rules import alert_rules
 from atropos_tui.diagnoses.metric_watch import MetricWatch
 from atropos_tui.errors import UserError
-from atropos_tui.profile.plan import build_stack
+from atropos_tui.profile.plan import stack_of
 from atropos_tui.profile.sections import parse_profile
+from atropos_tui.profile.site import make_site
 from atropos_tui.profile.spec import AlertSpec, NotifyPolicy
 from atropos_tui.supervisor.notify import DeliveryError, run_command
 from tests.support.harness import part, python, wait_until
@@ -151,7 +152,7 @@ def test_a_mistake_in_an_alert_is_refused_with_the_way_out(
 def test_a_profile_s_alerts_reach_the_supervisor(tmp_path: Path) -> None:
     parse_profile({**PROFILE, "alert": {"metric": "eval/held_out", "below": 0.3}}, "p.toml")
     profile = parse_profile({**PROFILE, "alert": {"metric": "loss", "above": 3.0}}, "p.toml")
-    stack = build_stack(profile, tmp_path, run_id="r")
+    stack = stack_of(make_site(profile, tmp_path, run_id="r"))
     assert [(alert.metric, alert.above, alert.for_steps) for alert in stack.alerts] == [
         ("loss", 3.0, 1)
     ]

@@ -22,7 +22,7 @@ from atropos_tui.profile.checks.consistency import (
     check_profile,
 )
 from atropos_tui.profile.checks.preflight import preflight
-from atropos_tui.profile.plan import build_stack, redacted, stack_of
+from atropos_tui.profile.plan import redacted, stack_of
 from atropos_tui.profile.redact import hide_command, hide_tree
 from atropos_tui.profile.sections import Profile, load_profile, parse_profile
 from atropos_tui.profile.site import Site, engine_model, make_site
@@ -44,7 +44,7 @@ def site(chosen: Profile) -> Site:
 
 
 def stack(chosen: Profile) -> StackSpec:
-    return build_stack(chosen, Path("/runs/r"), run_id="r")
+    return stack_of(make_site(chosen, Path("/runs/r"), run_id="r"))
 
 
 def flags(command: list[str]) -> dict[str, str]:
@@ -1054,7 +1054,7 @@ def test_what_speaks_of_atroposlib_is_hosted(
     Path("other.py").write_text("print()")
 
     def words(**env: str) -> list[str]:
-        stack = build_stack(profile(env={"name": "e", **env}), tmp_path / "run", run_id="r")
+        stack = stack_of(make_site(profile(env={"name": "e", **env}), tmp_path / "run", run_id="r"))
         return next(part for part in stack.components if part.name == "e").command[1:5]
 
     assert words(script="theirs.py")[:4] == ["-P", "-m", "atropos_envs.hosting.runner", "theirs.py"]

@@ -15,7 +15,7 @@ from atropos_tui.profile.budget.fit import split_gpus
 from atropos_tui.profile.budget.inventory import Gpu, Hardware, named_machine
 from atropos_tui.profile.checks.consistency import check_notes, check_profile
 from atropos_tui.profile.checks.preflight import separate, unfit
-from atropos_tui.profile.plan import build_stack, sequences_in_flight
+from atropos_tui.profile.plan import sequences_in_flight, stack_of
 from atropos_tui.profile.sections import Profile, parse_profile
 from atropos_tui.profile.site import env_engines, make_site, training_config
 from atropos_tui.profile.spec import ComponentSpec
@@ -37,7 +37,7 @@ def profile(vllm: Any, **changes: Any) -> Profile:
 
 
 def parts(chosen: Profile) -> dict[str, ComponentSpec]:
-    return {part.name: part for part in build_stack(chosen, RUN_DIR, run_id="r").components}
+    return {part.name: part for part in stack_of(make_site(chosen, RUN_DIR, run_id="r")).components}
 
 
 def problems(chosen: Profile) -> list[tuple[str, str]]:

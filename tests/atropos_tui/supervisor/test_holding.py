@@ -13,9 +13,10 @@ import pytest
 
 from atropos_common.protocol.control import CommandRequest, State
 from atropos_common.protocol.records import DiagnosisRecord
-from atropos_tui.profile.plan import build_stack
+from atropos_tui.profile.plan import stack_of
 from atropos_tui.profile.ports import is_free
 from atropos_tui.profile.sections import parse_profile
+from atropos_tui.profile.site import make_site
 from atropos_tui.profile.spec import ComponentSpec, HttpCheck, RestartPolicy
 from tests.support.harness import part, python, ready, script
 from tests.support.other_user import as_another_user, needs_another_user, other_user, squat
@@ -67,9 +68,9 @@ async def test_no_other_user_gets_the_port_of_run_api(
         "env": {"module": "json"},
         "api": {"port": free_port},
     }
-    planned = build_stack(parse_profile(data, "p.toml"), tmp_path / "run", run_id="r").component(
-        "api"
-    )
+    planned = stack_of(
+        make_site(parse_profile(data, "p.toml"), tmp_path / "run", run_id="r")
+    ).component("api")
     assert planned is not None
     api = planned.model_copy(update={"restart": OFTEN, "restart_with": []})
     async with launch(api) as running:

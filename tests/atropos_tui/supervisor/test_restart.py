@@ -276,7 +276,7 @@ async def test_clears_before_start_and_after_stop(launch: Any, tmp_path: Path) -
         part("engine", python(code, stale), clears=[str(stale)], probes=ready())
     ) as running:
         await running.until("engine", State.HEALTHY)
-        assert await running.client.logs("engine") == ["clean", "up"]
+        assert running.logs("engine") == ["clean", "up"]
         assert stale.read_text() == "mine"
         await running.client.command(CommandRequest(action="stop", component="engine"))
         await running.until("engine", State.STOPPED)
@@ -299,14 +299,14 @@ async def test_temporary_files_are_private_and_go_with_their_attempt(launch: Any
             part("engine", python(code), scratch=True, probes=ready(), restart=QUICK)
         ) as running:
             await running.until("engine", State.HEALTHY)
-            first = Path((await running.client.logs("engine"))[0])
+            first = Path(running.logs("engine")[0])
             modes = {
                 path.name[0]: path.stat().st_mode & 0o777 for path in [first, *first.iterdir()]
             }
             assert modes == {first.name[0]: 0o700, "x": 0o700, "f": 0o600}
             await running.client.command(CommandRequest(action="kill", component="engine"))
             await running.until("engine", State.HEALTHY, attempt=2)
-            second = Path((await running.client.logs("engine"))[0])
+            second = Path(running.logs("engine")[0])
             assert second.is_dir() and second != first and not first.exists()
             await running.client.command(CommandRequest(action="stop", component="engine"))
             await running.until("engine", State.STOPPED)

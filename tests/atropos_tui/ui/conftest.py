@@ -32,6 +32,7 @@ from atropos_tui.ui import user_files
 from atropos_tui.ui.app import CockpitApp, Outcome
 from atropos_tui.ui.feed import Control
 from atropos_tui.ui.widgets.components import Components
+from atropos_tui.ui.widgets.log_view import LogView
 from benchmarks.support.nursery import ForkedProcess
 from tests.support import nursery
 
@@ -91,10 +92,10 @@ def own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def no_failed_panel() -> Iterator[None]:
     """Fail where a panel hid an error of its own; a test that provokes one forgets it with
-    `user_files.forget_errors()`."""
-    user_files.forget_errors()
+    `user_files._recorded.clear()`."""
+    user_files._recorded.clear()
     yield
-    assert not user_files.recorded_errors()
+    assert not user_files._recorded
 
 
 Supervise = Callable[[StackSpec], RunDir]
@@ -129,6 +130,15 @@ def supervise(tmp_path: Path) -> Iterator[Supervise]:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(5)
             raise
+
+
+def has_news(app: CockpitApp) -> bool:
+    """Return True if something that has arrived is not drawn yet."""
+    return app.painter.dirty or (app.painter.fresh_records and app.loaded)
+
+
+def lines_of(log: LogView) -> list[str]:
+    return [entry.text for entry in log.buffer.entries]
 
 
 class Screen:

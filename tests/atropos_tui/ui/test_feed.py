@@ -17,7 +17,7 @@ from atropos_common.system.run_dir import RunDir
 from atropos_tui.monitor.run.run_files import RunInfo, read_info
 from atropos_tui.ui import feed
 from atropos_tui.ui.feed import Feed, RecordsArrived
-from tests.atropos_tui.ui.conftest import cockpit
+from tests.atropos_tui.ui.conftest import cockpit, has_news
 from tests.atropos_tui.ui.fakes import FakeControl
 from tests.support.run_maker import T0, live_status, make_run, write_records
 
@@ -112,7 +112,7 @@ async def test_a_foreign_record_does_not_end_the_cockpit(tmp_path: Path, value: 
         for key, words in (("1", "|diff|"), ("2", "Loss"), ("7", "KL")):
             await screen.press(key)
             await screen.shows(words)
-            await screen.until(lambda: not screen.app.has_news)
+            await screen.until(lambda: not has_news(screen.app))
 
 
 async def test_half_a_surrogate_pair_in_a_rollout_is_not_shown(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from atropos_tui.ui.widgets.components import Components
 from atropos_tui.ui.widgets.events import Events
 from atropos_tui.ui.widgets.log_view import LogView
 from atropos_tui.ui.widgets.rollouts import Rollouts
-from tests.atropos_tui.ui.conftest import Screen, Supervise, child, cockpit, small_stack
+from tests.atropos_tui.ui.conftest import Screen, Supervise, child, cockpit, lines_of, small_stack
 from tests.atropos_tui.ui.fakes import FakeControl
 from tests.support.run_maker import T0, live_status, make_run, write_records
 
@@ -161,7 +161,7 @@ async def test_all_logs_in_one_and_the_brackets_choose(
         await screen.until(lambda: log.component == "trainer")
         await screen.press("left_square_bracket")
         await screen.until(
-            lambda: log.component == "vllm" and any("vllm line" in line for line in log.text_lines)
+            lambda: log.component == "vllm" and any("vllm line" in line for line in lines_of(log))
         )
         await screen.press("right_square_bracket", "right_square_bracket")
         await screen.until(lambda: log.component == "trainer")

@@ -14,7 +14,7 @@ from atropos_common.protocol.control import Phase, Role, State
 from atropos_tui.profile.spec import StopPolicy
 from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.ui.widgets.log_view import LogView
-from tests.atropos_tui.ui.conftest import CHILD, Supervise, child, cockpit, small_stack
+from tests.atropos_tui.ui.conftest import CHILD, Supervise, child, cockpit, lines_of, small_stack
 
 HEALTHY = ("run-api", "vllm", "trainer")
 
@@ -228,7 +228,7 @@ async def test_the_log_follows_and_can_be_held(tmp_path: Path, supervise: Superv
         await screen.select("run-api")
         log = screen.app.query_one(LogView)
         await screen.until(lambda: log.component == "run-api" and len(log.buffer) > 30)
-        await screen.until(lambda: log.text_lines[-1] in screen.text())
+        await screen.until(lambda: lines_of(log)[-1] in screen.text())
         log.focus()
         await screen.press("pageup")
         await screen.until(lambda: not log.following)
@@ -236,7 +236,7 @@ async def test_the_log_follows_and_can_be_held(tmp_path: Path, supervise: Superv
         await screen.until(lambda: len(log.buffer) > count + 5)
         assert log.scroll_y == top
         await screen.press("f")
-        await screen.until(lambda: log.following and log.text_lines[-1] in screen.text())
+        await screen.until(lambda: log.following and lines_of(log)[-1] in screen.text())
         await screen.press("home")
         await screen.shows("run-api ready")
 
@@ -251,9 +251,9 @@ async def test_selecting_another_component_switches_the_log(
         for name in ("run-api", "vllm"):
             await screen.select(name)
             await screen.until(
-                lambda name=name: any(line.startswith(f"{name} line") for line in log.text_lines)
+                lambda name=name: any(line.startswith(f"{name} line") for line in lines_of(log))
             )  # type: ignore[misc]
-            assert all(line.startswith(name) for line in log.text_lines)
+            assert all(line.startswith(name) for line in lines_of(log))
 
 
 async def test_hostile_output_stays_text(tmp_path: Path, supervise: Supervise) -> None:

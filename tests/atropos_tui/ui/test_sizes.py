@@ -15,7 +15,7 @@ from atropos_tui.ui.dialogs import TextDialog
 from atropos_tui.ui.replay import ReplayApp
 from atropos_tui.ui.views import VIEWS
 from atropos_tui.ui.widgets.components import Components
-from tests.atropos_tui.ui.conftest import Screen, cockpit
+from tests.atropos_tui.ui.conftest import Screen, cockpit, has_news
 from tests.atropos_tui.ui.fakes import FakeControl
 from tests.support.run_maker import T0, live_status, make_run, write_records
 
@@ -57,7 +57,7 @@ def shows_all_records(screen: Screen) -> bool:
 async def test_what_appears_after_the_end_is_drawn(run: RunDir) -> None:
     async with cockpit(run, (120, 35), ended(run), now) as screen:
         await screen.shows("✔ done")
-        await screen.until(lambda: not screen.app.has_news)
+        await screen.until(lambda: not has_news(screen.app))
         assert "Events  10" not in screen.text()
         await screen.pilot.resize_terminal(185, 60)
         await screen.until(lambda: shows_all_records(screen), timeout_s=5)
@@ -71,7 +71,7 @@ async def test_a_view_that_was_looked_at_in_vain_is_drawn_too(run: RunDir) -> No
     passed over."""
     async with cockpit(run, (120, 35), ended(run), now) as screen:
         await screen.shows("✔ done")
-        await screen.until(lambda: not screen.app.has_news)
+        await screen.until(lambda: not has_news(screen.app))
         await screen.pilot.resize_terminal(185, 60)
         await screen.press("8")
         await screen.until(
@@ -91,7 +91,7 @@ async def test_what_appears_in_a_paused_replay_is_drawn(run: RunDir) -> None:
             app.action_seek(1)
         await screen.press("space")
         await screen.shows("paused")
-        await screen.until(lambda: app.state.step > 30 and not app.has_news)
+        await screen.until(lambda: app.state.step > 30 and not has_news(app))
         await screen.pilot.resize_terminal(185, 60)
         await screen.until(
             lambda: "Events  10" in screen.text() and "Loss  ━ loss" in screen.text(), timeout_s=5

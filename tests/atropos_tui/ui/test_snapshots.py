@@ -19,6 +19,7 @@ from atropos_common.protocol.records import AlignmentRecord, DiagnosisRecord, St
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.ui.app import CockpitApp, Outcome
 from atropos_tui.ui.widgets.log_view import LogView
+from tests.atropos_tui.ui.conftest import has_news
 from tests.atropos_tui.ui.fakes import FakeControl
 from tests.support.run_maker import T0, live_status, make_run, write_records
 
@@ -62,7 +63,7 @@ def settled(app: CockpitApp, done: Look) -> Callable[[Pilot[Outcome]], object]:
                 app.loaded
                 and app.status
                 and app.state.gauges.last
-                and not app.has_news
+                and not has_news(app)
                 and done(app)
             ):
                 break

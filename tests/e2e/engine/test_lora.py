@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from atropos_common.protocol.bridge import ADAPTER_WEIGHTS
 from atropos_common.system.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN, MANIFEST_NAME
-from atropos_envs.tiny_model import make_tiny_model
+from atropos_envs.tiny_model import build_tiny_model, save_model
 from tests.e2e import gate
 from tests.e2e.live_stack import STEPS_LIVE, LiveStack, free_ports
 from tests.e2e.small_models import ARCHITECTURES, TINY, make_model
@@ -355,7 +355,7 @@ def test_restarts_as_an_own_child(
     monkeypatch.delenv(ENV_TOKEN)
     (port,) = free_ports(1)
     settings = config(
-        make_tiny_model(tmp_path / "model"),
+        save_model(build_tiny_model(), tmp_path / "model"),
         tmp_path,
         weight_bridge_mode="lora_restart",
         vllm_port=port,

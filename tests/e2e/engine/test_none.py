@@ -20,7 +20,7 @@ import torch
 
 from atropos_common.protocol.bridge import LoadWeightsRequest
 from atropos_common.system.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN
-from atropos_envs.tiny_model import make_tiny_model
+from atropos_envs.tiny_model import build_tiny_model, save_model
 from tests.e2e.engine.test_lora import EXACT, PROMPT, STEPS, Trainer, ask, own_servers
 from tests.e2e.live_stack import STEPS_LIVE, LiveStack, free_ports
 from tests.e2e.small_models import ARCHITECTURES, TINY, another_model, make_model
@@ -199,7 +199,7 @@ def test_weights_of_another_model_and_half_written_ones(
     shutil.copytree(folder, torn)
     file = torn / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    outside = make_tiny_model(tmp_path / "outside")
+    outside = save_model(build_tiny_model(), tmp_path / "outside")
     engine = client(server)
     with Streams(server.url, TOKEN, prompt=PROMPT, max_tokens=24) as load:
         load.until(8)
@@ -252,7 +252,7 @@ def test_alone_the_trainer_owns_its_server(
     monkeypatch.delenv(ENV_TOKEN)
     (port,) = free_ports(1)
     settings = config(
-        make_tiny_model(tmp_path / "model"),
+        save_model(build_tiny_model(), tmp_path / "model"),
         tmp_path,
         vllm_port=port,
         vllm_restart_interval=2,
@@ -297,7 +297,7 @@ def test_alone_the_trainer_owns_its_server(
 def test_a_server_killed_while_it_loads(tmp_path: Path, alone: None) -> None:
     """The trainer waits for the next one and gives it the weights; it was stopped with the request
     in hand."""
-    model = make_tiny_model(tmp_path / "model")
+    model = save_model(build_tiny_model(), tmp_path / "model")
     made = start_server(tmp_path, model, ATROPOS_TOKEN=TOKEN, **UPDATES)
     trainer = trainer_of(made)
     trainer.step()

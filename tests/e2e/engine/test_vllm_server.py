@@ -60,9 +60,9 @@ PREFILLED_AT_ONCE = 128
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from atropos_envs.tiny_model import make_tiny_model
+    from atropos_envs.tiny_model import build_tiny_model, save_model
 
-    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=3)
+    return save_model(build_tiny_model(seed=3), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

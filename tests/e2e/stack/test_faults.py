@@ -13,7 +13,7 @@ from statistics import mean
 import pytest
 
 from atropos_common.protocol.records import DiagnosisRecord
-from atropos_envs.tiny_model import make_tiny_model
+from atropos_envs.tiny_model import build_tiny_model, save_model
 from tests.e2e.live_stack import LiveStack, read_records
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -176,7 +176,7 @@ def test_environment_that_crashes_at_import(
 def test_a_layer_that_the_model_does_not_have_is_refused_before_anything_starts(
     tmp_path: Path,
 ) -> None:
-    model = make_tiny_model(tmp_path / "model")
+    model = save_model(build_tiny_model(), tmp_path / "model")
     run = LiveStack(
         tmp_path / "run", sets={"model": model, "trainer.train_layer_indices": "90-95"}
     ).up()

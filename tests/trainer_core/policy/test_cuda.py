@@ -14,7 +14,7 @@ import torch
 
 from atropos_common.protocol.manifest import read_manifest
 from atropos_common.protocol.records import parse_line
-from atropos_envs.tiny_model import make_tiny_model
+from atropos_envs.tiny_model import build_tiny_model, save_model
 from benchmarks.support.model_zoo import ZOO, build
 from tests.trainer_core.stand_ins import TOKEN, Engine
 from trainer_core.config import TrainingConfig
@@ -33,7 +33,7 @@ PROMPTS = [[3 + i, 12, 4, 13] for i in range(4)]
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", dtype="bfloat16")
+    return save_model(build_tiny_model(dtype="bfloat16"), tmp_path_factory.mktemp("model") / "tiny")
 
 
 def _rollouts() -> list[Rollout]:

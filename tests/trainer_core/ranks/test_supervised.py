@@ -25,9 +25,9 @@ NAMED_S = 10.0
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from atropos_envs.tiny_model import make_tiny_model
+    from atropos_envs.tiny_model import build_tiny_model, save_model
 
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    return save_model(build_tiny_model(), tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture

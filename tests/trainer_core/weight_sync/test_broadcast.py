@@ -20,7 +20,7 @@ from transformers import Qwen3MoeConfig
 
 from atropos_common.broadcast.transfer import ALIGNMENT, SentTensor, chunks
 from atropos_tui.profile.checks.consistency import check_notes, check_profile
-from atropos_tui.profile.plan import build_stack
+from atropos_tui.profile.plan import stack_of
 from atropos_tui.profile.site import make_site
 from tests.atropos_tui.profile.test_plan import profile
 from tests.support.nursery import TRAINER, forked
@@ -651,7 +651,7 @@ def test_the_plan_feeds_every_engine_and_a_restart_takes_nobody_along() -> None:
     assert check_profile(site) == []
     stack = {
         part.name: part
-        for part in build_stack(site.profile, Path("/runs/r"), run_id="r").components
+        for part in stack_of(make_site(site.profile, Path("/runs/r"), run_id="r")).components
     }
     command = " ".join(stack["trainer"].command)
     assert (
@@ -671,7 +671,7 @@ def test_the_plan_feeds_every_engine_and_a_restart_takes_nobody_along() -> None:
 def test_the_servers_of_a_plan_meet_the_trainer_where_the_profile_says() -> None:
     def hosts(**trainer: Any) -> list[str | None]:
         site = two_engines(trainer=trainer)
-        stack = build_stack(site.profile, Path("/runs/r"), run_id="r")
+        stack = stack_of(make_site(site.profile, Path("/runs/r"), run_id="r"))
         return [
             part.env.get("ATROPOS_TRAINER_HOSTS")
             for part in stack.components

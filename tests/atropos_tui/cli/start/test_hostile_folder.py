@@ -17,9 +17,10 @@ from atropos_tui.cli import main
 from atropos_tui.cli.start import up
 from atropos_tui.cli.start.profiles import read_env_files
 from atropos_tui.errors import Exit, UserError
-from atropos_tui.profile.plan import OUR_PACKAGES, build_stack
+from atropos_tui.profile.plan import OUR_PACKAGES, stack_of
 from atropos_tui.profile.ports import free_port
 from atropos_tui.profile.sections import load_profile
+from atropos_tui.profile.site import make_site
 from tests.atropos_tui.cli.stand_in_stack import write_profile
 from tests.support.own_places import own_places
 
@@ -134,7 +135,7 @@ def test_our_own_modules_never_come_from_the_working_directory(
     profile, _ = load_profile(
         "demo", ['component.extra.command=["python", "-m", "trainer_core", "--x"]']
     )
-    stack = build_stack(profile, tmp_path / "run", run_id="r")
+    stack = stack_of(make_site(profile, tmp_path / "run", run_id="r"))
     assert {part.name: part.command[1:3] for part in stack.components} == {
         part.name: ["-P", "-m"] for part in stack.components
     }

@@ -15,9 +15,10 @@ from atropos_tui.cli import main
 from atropos_tui.cli.start import up
 from atropos_tui.cli.start.up import differences, write_run_files
 from atropos_tui.errors import Exit, UserError
-from atropos_tui.profile.plan import build_stack
+from atropos_tui.profile.plan import stack_of
 from atropos_tui.profile.ports import free_port
 from atropos_tui.profile.sections import Profile, load_profile, shipped_profiles
+from atropos_tui.profile.site import make_site
 from atropos_tui.supervisor.journal.store import RunResult
 
 RICH = {
@@ -73,7 +74,7 @@ def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def written(tmp_path: Path, profile: Profile) -> Path:
     run = RunDir(tmp_path / "run")
     run.create()
-    write_run_files(run, build_stack(profile, run.root, run_id="r"), profile)
+    write_run_files(run, stack_of(make_site(profile, run.root, run_id="r")), profile)
     return run.profile_toml
 
 
@@ -92,7 +93,9 @@ def test_every_kind_of_value_survives_being_written(tmp_path: Path) -> None:
     again, _ = load_profile(str(file))
     assert "extends =" not in file.read_text()
     assert again.model_dump() == profile.model_dump()
-    assert build_stack(again, tmp_path, run_id="r") == build_stack(profile, tmp_path, run_id="r")
+    assert stack_of(make_site(again, tmp_path, run_id="r")) == stack_of(
+        make_site(profile, tmp_path, run_id="r")
+    )
 
 
 def test_a_hidden_secret_is_refused_with_the_way_out(tmp_path: Path) -> None:

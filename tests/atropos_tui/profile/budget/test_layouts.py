@@ -16,7 +16,7 @@ from atropos_tui.profile.budget.inventory import Gpu, Hardware, Model, model_sha
 from atropos_tui.profile.budget.memory import Inventory, make_budget
 from atropos_tui.profile.checks.consistency import check_graph, check_profile
 from atropos_tui.profile.checks.preflight import preflight
-from atropos_tui.profile.plan import build_stack
+from atropos_tui.profile.plan import stack_of
 from atropos_tui.profile.sections import load_profile, shipped_profiles
 from atropos_tui.profile.site import make_site, training_config
 
@@ -156,7 +156,7 @@ def test_a_layout_that_runs_is_planned_without_a_problem(name: str) -> None:
     profile, _ = load_profile(name)
     site = make_site(profile, RUN_DIR, run_id="r")
     assert check_profile(site) == []
-    stack = build_stack(profile, RUN_DIR, run_id="r")
+    stack = stack_of(make_site(profile, RUN_DIR, run_id="r"))
     assert check_graph(profile, stack) == []
     assert {"api", "env", "engine", "trainer"} <= {part.role.value for part in stack.components}
 
@@ -169,7 +169,7 @@ def test_the_gpu_layouts_fit_on_80_gib_by_their_budget(name: str) -> None:
     machine = Hardware((Gpu("NVIDIA H100", 80 * GIB),), 512 * GIB)
     budget = make_budget(profile, training_config(site), {"vllm": model}, machine)
     assert budget.warnings == [] and budget.devices[0].wanted > 60 * GIB
-    stack = build_stack(profile, RUN_DIR, run_id="r")
+    stack = stack_of(make_site(profile, RUN_DIR, run_id="r"))
     found = preflight(site, stack, Inventory(machine, {"vllm": model}))
     assert [
         problem for problem in found if "port" not in problem.key and "optimizer" not in problem.key
@@ -224,7 +224,7 @@ def test_the_layouts_of_the_guides_that_run_are_all_there() -> None:
 
 def test_math_zero_is_given_its_yaml_and_a_base_model() -> None:
     profile, _ = load_profile("math-zero")
-    stack = build_stack(profile, RUN_DIR, run_id="r")
+    stack = stack_of(make_site(profile, RUN_DIR, run_id="r"))
     (env,) = [part for part in stack.components if part.role == "env"]
     flags = {a: b for a, b in pairwise(env.command) if a.startswith("--")}
     assert Path(flags["--config"]).is_file() and flags["--config"].endswith("math-zero.yaml")

@@ -28,7 +28,7 @@ from atropos_tui.profile.budget.memory import (
     take_inventory,
 )
 from atropos_tui.profile.checks.preflight import preflight
-from atropos_tui.profile.plan import build_stack
+from atropos_tui.profile.plan import stack_of
 from atropos_tui.profile.sections import EngineSection, Profile, parse_profile
 from atropos_tui.profile.site import make_site, training_config
 from tests.support.small_models import CONFIGS, SMALL, build, saved, sizes_of
@@ -432,7 +432,7 @@ def test_preflight_refuses_what_cannot_fit_even_without_activations(tmp_path: Pa
     chosen = profile(model=str(tmp_path), vllm={}, trainer={"device": "cpu", "optimizer": "adamw"})
     model = saved(CONFIGS["qwen3"], tmp_path)
     site = make_site(chosen, Path("/runs/r"), run_id="r")
-    stack = build_stack(chosen, Path("/runs/r"), run_id="r")
+    stack = stack_of(make_site(chosen, Path("/runs/r"), run_id="r"))
     for host, refused in ((10**4, True), (10**9, False)):
         found = preflight(site, stack, Inventory(Hardware((), host), {"vllm": model}))
         assert (

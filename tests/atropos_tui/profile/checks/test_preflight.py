@@ -19,8 +19,9 @@ from atropos_tui.errors import Problem
 from atropos_tui.profile.budget.inventory import Gpu, Hardware, Model, model_shapes
 from atropos_tui.profile.budget.memory import Inventory
 from atropos_tui.profile.checks.preflight import preflight
-from atropos_tui.profile.plan import build_stack, config_file
+from atropos_tui.profile.plan import config_file, stack_of
 from atropos_tui.profile.sections import Profile
+from atropos_tui.profile.site import make_site
 from atropos_tui.profile.source import is_hostable
 from tests.atropos_tui.profile.test_plan import profile, site
 from trainer_core.errors import UsageError
@@ -49,7 +50,7 @@ def found(chosen: Profile, gpus: int = 0, config: dict[str, Any] | None = None) 
         model = Model(config, model_shapes(config) or {"a": (1,)}, "config.json")
     machine = Hardware((Gpu("NVIDIA H100", 80 * GIB),) * gpus, 64 * GIB)
     survey = Inventory(machine, {engine.name: model for engine in chosen.vllm})
-    return preflight(site(chosen), build_stack(chosen, Path("/runs/r"), run_id="r"), survey)
+    return preflight(site(chosen), stack_of(make_site(chosen, Path("/runs/r"), run_id="r")), survey)
 
 
 def one(problems: list[Problem], key: str) -> Problem:

@@ -17,7 +17,7 @@ import pytest
 from atropos_common.protocol.records import DiagnosisRecord, parse_line
 from atropos_tui.supervisor.journal.store import Journal, ProcessTable, RunInUseError
 from atropos_tui.supervisor.processes import logs
-from atropos_tui.supervisor.processes.logs import LogDrain, LogFile, last_lines, latest_attempt
+from atropos_tui.supervisor.processes.logs import LogDrain, LogFile, latest_attempt
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"kind": "sta', b"\xff\xfe\x00", b"x" * 200_000])
@@ -151,16 +151,6 @@ def test_a_full_disk_counts_what_the_log_lost(
     log.close()
     note = b"[atropos] 6 bytes of output are missing here: the disk did not take them\n"
     assert log.path.read_bytes() == note + b"room\n"
-
-
-@pytest.mark.parametrize("count", [0, 1, 5, 700, 5000])
-def test_last_lines_over_both_segments(tmp_path: Path, count: int) -> None:
-    log = LogFile(tmp_path / "1.log", 12_000)
-    log.write(lines_of(0, 900))
-    log.close()
-    expected = lines_of(0, 900).decode().splitlines()
-    assert last_lines(log.path, count) == (expected[-count:] if count else [])
-    assert last_lines(tmp_path / "none.log", 5) == []
 
 
 def test_latest_attempt(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ async def test_a_growing_run_is_drawn_along_every_axis(
                     screen.app.state.apply(record)
             await screen.pilot.resize_terminal(*((90, 30), (120, 40), (200, 50))[at % 3])
             await screen.press("z" if key == "z" else key)
-        assert not user_files.recorded_errors()
+        assert not user_files._recorded
         assert all(not panel.failure for panel in screen.app.query(Guarded))
 
 
@@ -99,4 +99,4 @@ async def test_a_panel_that_cannot_be_drawn_says_so_and_recovers(
         for log in screen.app.query(LogView):
             log._stale = True
         await screen.until(lambda: "cannot be" not in screen.text())
-    user_files.forget_errors()
+    user_files._recorded.clear()
