@@ -9,8 +9,9 @@ from typing import Any
 
 from atropos_tui import __version__
 
-EPILOG = """exit codes: 0 done · 1 internal error · 2 usage or failed pre-flight · 3 a component failed for good ·
-4 timeout · 5 no such run · 130 interrupted, stack stopped cleanly"""
+EPILOG = """exit codes: 0 done · 1 internal error · 2 usage or failed pre-flight ·
+3 a component failed for good · 4 timeout · 5 no such run ·
+130 interrupted, stack stopped cleanly"""
 
 
 def build_parser() -> argparse.ArgumentParser:

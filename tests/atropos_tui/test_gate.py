@@ -34,7 +34,10 @@ pytestmark = [pytest.mark.usefixtures("own_places"), pytest.mark.timeout(120)]
 Captured = pytest.CaptureFixture[str]
 Change = Callable[[Any], Any]
 
-EVIL = "\x1b]52;c;cHduZWQ=\x07\x1b[2J\x9b31m\x90q\x9c\u202e\u2066\u061c\U000e0041\x1bc\r\x08\x7f\x1b[8m"
+EVIL = (
+    "\x1b]52;c;cHduZWQ=\x07\x1b[2J\x9b31m\x90q\x9c"
+    "\u202e\u2066\u061c\U000e0041\x1bc\r\x08\x7f\x1b[8m"
+)
 OBEYED = {
     *map(chr, range(9)),
     *map(chr, range(11, 32)),

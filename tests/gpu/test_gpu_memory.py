@@ -43,7 +43,8 @@ import os, subprocess, sys, time
 {ALLOCATE.format(size=FIRST)}
 if os.fork() == 0:
     time.sleep(600)  # holds the files of the device, as a forked worker does
-other = {ALLOCATE.format(size=SECOND)!r} + "; print('both hold', flush=True); import time; time.sleep(600)"
+other = {ALLOCATE.format(size=SECOND)!r}
+other += "; print('both hold', flush=True); import time; time.sleep(600)"
 subprocess.Popen([sys.executable, '-c', other], start_new_session=True)
 time.sleep(600)
 """

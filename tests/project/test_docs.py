@@ -23,7 +23,10 @@ DOCUMENTS = sorted(
 COVERAGE = ROOT / "docs/coverage.md"
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
-FOLDERS = "tests|docs|profiles|atropos_common|trainer_core|vllm_server|atropos_tui|atropos_envs|atropos_api|benchmarks"
+FOLDERS = (
+    "tests|docs|profiles|atropos_common|trainer_core|vllm_server|atropos_tui|atropos_envs|"
+    "atropos_api|benchmarks"
+)
 FILE = re.compile(rf"`((?:{FOLDERS})/[\w./-]+)`")
 
 ITEMS = [

@@ -27,18 +27,21 @@ import json, os, sys, time, urllib.request
 
 def call(path, body=None):
     data = json.dumps(body).encode() if body else None
-    request = urllib.request.Request(os.environ["ATROPOS_API_URL"] + path, data, {"Content-Type": "application/json"})
+    url, headers = os.environ["ATROPOS_API_URL"] + path, {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, data, headers)
     return json.load(urllib.request.urlopen(request, timeout=60))
 
 steps, pause = int(sys.argv[1]), float(sys.argv[2])
-call("/register", {"wandb_group": "", "wandb_project": "", "batch_size": 8, "max_token_len": 64, "checkpoint_dir": "",
-                   "save_checkpoint_interval": 1, "starting_step": 0, "num_steps": steps})
+call("/register", {"wandb_group": "", "wandb_project": "", "batch_size": 8, "max_token_len": 64,
+                   "checkpoint_dir": "", "save_checkpoint_interval": 1, "starting_step": 0,
+                   "num_steps": steps})
 for step in range(1, steps + 1):
     while (batch := call("/batch")["batch"]) is None:
         time.sleep(0.1)
     print(f"step {step}: {sum(len(group['tokens']) for group in batch)} sequences", flush=True)
     time.sleep(pause)
-print(os.environ["ATROPOS_MODEL"], os.environ["ATROPOS_ENGINE_URLS"], bool(os.environ["ATROPOS_TOKEN"]))
+given = os.environ
+print(given["ATROPOS_MODEL"], given["ATROPOS_ENGINE_URLS"], bool(given["ATROPOS_TOKEN"]))
 '''
 ENVIRONMENT = '''
 """Sends a group of eight again and again."""
@@ -47,7 +50,8 @@ import json, sys, time, urllib.request
 group = {"tokens": [[1, 2]] * 8, "masks": [[-100, 2]] * 8, "scores": [1.0, 0.0] * 4, "env_id": None}
 while True:
     data, kind = json.dumps(group).encode(), {"Content-Type": "application/json"}
-    urllib.request.urlopen(urllib.request.Request(sys.argv[1] + "/scored_data", data, kind), timeout=60)
+    request = urllib.request.Request(sys.argv[1] + "/scored_data", data, kind)
+    urllib.request.urlopen(request, timeout=60)
     time.sleep(0.3)
 '''
 

@@ -38,7 +38,8 @@ GROUP: dict[str, Any] = {
 ASK = """
 import json, sys, urllib.error, urllib.request
 for method, url, headers, body in json.loads(sys.argv[1]):
-    request = urllib.request.Request(url, method=method, headers=headers, data=body.encode() if body else None)
+    data = body.encode() if body else None
+    request = urllib.request.Request(url, method=method, headers=headers, data=data)
     try:
         print(urllib.request.urlopen(request, timeout=20).status)
     except urllib.error.HTTPError as refused:

@@ -22,11 +22,13 @@ from trainer_core.config import TrainingConfig
 from trainer_core.telemetry import Telemetry, Trackers
 
 first = int(sys.argv[1])
-trackers = Trackers(TrainingConfig(model_name="m", use_wandb=True, wandb_project="p", wandb_group="g"), first)
+config = TrainingConfig(model_name="m", use_wandb=True, wandb_project="p", wandb_group="g")
+trackers = Trackers(config, first)
 telemetry = Telemetry(Path("telemetry.jsonl"))
 telemetry.listener = trackers.see
 telemetry.write(MemoryRecord, first, rss_bytes=7)
-telemetry.write(RolloutRecord, first, prompt="1+1=", completion="shown-to-wandb", reward=1.0, advantage=0.5)
+rollout = {"prompt": "1+1=", "completion": "shown-to-wandb", "reward": 1.0, "advantage": 0.5}
+telemetry.write(RolloutRecord, first, **rollout)
 trackers.log(first, {"train/loss": 0.5})
 trackers.finish({"steps": first})
 """

@@ -97,7 +97,8 @@ def engine():
     own = fork.Process(target=grandchild)
     own.start()
     time.sleep(0.2)
-    print("engine", os.getpid(), own.pid, os.readlink(f"/proc/self/fd/{listening.fileno()}"), flush=True)
+    opened = os.readlink(f"/proc/self/fd/{listening.fileno()}")
+    print("engine", os.getpid(), own.pid, opened, flush=True)
     time.sleep(600)
 
 fork.Process(target=engine).start()

@@ -47,7 +47,8 @@ print(len(held) - len(closed), flush=True)
 """
 ASK = """
 import urllib.request
-request = urllib.request.Request("http://{host}:8000/status", headers={{"Authorization": "Bearer {key}"}})
+headers = {{"Authorization": "Bearer {key}"}}
+request = urllib.request.Request("http://{host}:8000/status", headers=headers)
 print(urllib.request.urlopen(request, timeout=10).status)
 """
 

@@ -40,22 +40,25 @@ steps = int(sys.argv[sys.argv.index("--training-steps") + 1])
 seconds = float(os.environ.get("STEP_S", "0.05"))
 root = pathlib.Path(os.environ["ATROPOS_RUN_DIR"])
 attempt, component = int(os.environ["ATROPOS_ATTEMPT"]), os.environ["ATROPOS_COMPONENT"]
-stage = {"kind": "stage", "stage": "attached", "attempt": attempt, "component": component, "time": time.time()}
+stage = {"kind": "stage", "stage": "attached", "attempt": attempt, "component": component,
+         "time": time.time()}
 (root / f"stages.{component}.jsonl").open("a").write(json.dumps(stage) + chr(10))
 number = 0
 with (root / "telemetry.jsonl").open("a", buffering=1) as file:
     def say(kind, step, **fields):
         global number
-        file.write(json.dumps({"kind": kind, "seq": number, "step": step, "time": time.time(), **fields}) + chr(10))
+        record = {"kind": kind, "seq": number, "step": step, "time": time.time(), **fields}
+        file.write(json.dumps(record) + chr(10))
         number += 1
     for step in range(1, steps + 1):
         if os.environ.get("FAIL_AT") == str(step):
             raise SystemExit("the loss is not a number")
         time.sleep(seconds)
-        say("step", step, loss=0.1, reward_mean=step / steps, reward_std=0.1, lr=1e-4, grad_norm=1.0, ratio_mean=1.0,
-            clip_fraction=0.0, tokens=100, sequences=8, weight_version=step)
-        say("timing", step, step_s=seconds, data_wait_s=0.0, train_s=seconds, sync_s=0.0, checkpoint_s=0.0,
-            tokens_per_s=100 / seconds)
+        say("step", step, loss=0.1, reward_mean=step / steps, reward_std=0.1, lr=1e-4,
+            grad_norm=1.0, ratio_mean=1.0, clip_fraction=0.0, tokens=100, sequences=8,
+            weight_version=step)
+        say("timing", step, step_s=seconds, data_wait_s=0.0, train_s=seconds, sync_s=0.0,
+            checkpoint_s=0.0, tokens_per_s=100 / seconds)
     say("checkpoint", steps, path="final_model", seconds=0.1, bytes=2_000_000_000)
 """
 

@@ -46,7 +46,11 @@ import json, os, sys
 from atropos_tui.cli.main import run
 for at, line in enumerate(json.load(sys.stdin)):
     if (child := os.fork()) == 0:
-        os.environ |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_STDOUT_FILENAME": f"answer-{at}"}
+        os.environ |= {
+            "COMP_LINE": line,
+            "COMP_POINT": str(len(line)),
+            "_ARGCOMPLETE_STDOUT_FILENAME": f"answer-{at}",
+        }
         run([])
     assert os.waitpid(child, 0)[1] == 0, line
 """

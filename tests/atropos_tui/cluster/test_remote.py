@@ -71,7 +71,8 @@ def test_a_folder_of_that_name_here_is_meant(
 
 
 STRICT = """#!{python} -I
-# Reads `-c TEXT` as {kind} does where it differs from sh: words, and single quotes. All else is refused.
+# Reads `-c TEXT` as {kind} does where it differs from sh: words, and single quotes. All else is
+# refused.
 import os, sys
 text, words, word, quoted = sys.argv[2], [], None, False
 for at, char in enumerate(text):
@@ -87,7 +88,8 @@ for at, char in enumerate(text):
     elif char == " ":
         words, word = words + ([word] if word is not None else []), None
     else:
-        sys.exit(print("a character that this shell reads in its own way:", char, file=sys.stderr) or 0)
+        print("a character that this shell reads in its own way:", char, file=sys.stderr)
+        sys.exit(0)
 words += [word] if word is not None else []
 if words[0] == "exec":
     words = words[1:]

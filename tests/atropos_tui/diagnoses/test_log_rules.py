@@ -371,7 +371,8 @@ INNOCENT = [
     ),
     (
         ENV,
-        "INFO atropos_envs.hosting.base: inference server at http://127.0.0.1:9001 answers after 36.8 s",
+        "INFO atropos_envs.hosting.base: inference server at http://127.0.0.1:9001 answers after "
+        "36.8 s",
     ),
     (API, 'INFO:     127.0.0.1:34712 - "POST /register HTTP/1.1" 200 OK'),
     (Role.OTHER, "WARNING:  WatchFiles detected changes in 'made.py'. Reloading..."),

@@ -154,7 +154,7 @@ async def test_a_probe_fails_at_once_when_the_process_exits(launch: Any) -> None
 async def test_the_port_of_a_foreign_process_is_not_taken_for_ours(
     launch: Any, free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the foreign process would answer our probe, and the component would count as healthy."""
+    """Else the foreign process would answer our health check, and the component seem healthy."""
     monkeypatch.setattr("atropos_tui.supervisor.component.PORT_PATIENCE_S", 0.3)
     with socket.socket() as foreign:
         foreign.bind(("127.0.0.1", free_port))

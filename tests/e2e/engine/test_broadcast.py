@@ -198,14 +198,16 @@ name = "left"
 port = {left}
 max_model_len = 64
 env = {{ OMP_NUM_THREADS = "1", VLLM_CPU_OMP_THREADS_BIND = "nobind" }}
-args = {{ enforce-eager = true, kv-cache-memory-bytes = 67108864, block-size = 32, max-num-seqs = 128 }}
+args = {{ enforce-eager = true, kv-cache-memory-bytes = 67108864, block-size = 32, \
+max-num-seqs = 128 }}
 
 [[vllm]]
 name = "right"
 port = {right}
 max_model_len = 64
 env = {{ OMP_NUM_THREADS = "1", VLLM_CPU_OMP_THREADS_BIND = "nobind" }}
-args = {{ enforce-eager = true, kv-cache-memory-bytes = 67108864, block-size = 32, max-num-seqs = 128 }}
+args = {{ enforce-eager = true, kv-cache-memory-bytes = 67108864, block-size = 32, \
+max-num-seqs = 128 }}
 
 [[env]]
 name = "first"

@@ -39,7 +39,8 @@ from tests.support.own_places import own_places  # noqa: F401
 SLEEP = [sys.executable, "-I", "-S", "-c", "import time; print('up', flush=True); time.sleep(600)"]
 ESCAPE = """
 import os, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"], start_new_session=True)
+sleep = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
+child = subprocess.Popen(sleep, start_new_session=True)
 open(sys.argv[1], "w").write(str(child.pid))
 print("up", flush=True)
 time.sleep(600)

@@ -45,7 +45,8 @@ SHAPES = {
     "github": "ghp_abcdefghijklmnopqrstuvwxyz0123456789",
     "aws": "AKIAIOSFODNN7EXAMPLE",
     "run token": "aB3dE5gH7jK9mN1pQ3rS5tU7vW9xY1zA3bC5dE7fG9h",
-    "json web token": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9PlFUP0THsR8U",
+    "json web token": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0"
+    ".dozjgNryP4J3jVmNHl0w5N_XgL0n3I9PlFUP0THsR8U",
     "slack": "hooks.slack.com/services/T0000/B0000/abcdefghij",
 }
 SAID = {

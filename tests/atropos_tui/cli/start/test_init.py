@@ -320,7 +320,8 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 class Mine(BaseEnv):
     @classmethod
     def config_init(cls):
-        return BaseEnvConfig(group_size=5, max_token_length=256, steps_per_eval=2), [APIServerConfig()]
+        config = BaseEnvConfig(group_size=5, max_token_length=256, steps_per_eval=2)
+        return config, [APIServerConfig()]
 
     async def collect_trajectories(self, item):
         await self.server.chat_completion(messages=item)

@@ -302,9 +302,7 @@ def test_a_card_s_history_has_a_gap_where_it_was_not_recorded() -> None:
     assert history.card(1) == [(0.5, 0.25), None, (0.5, 0.25)]
 
 
-def test_what_components_used_is_known_after_their_end_but_never_instead_of_what_is_measured_now() -> (
-    None
-):
+def test_use_of_ended_components_is_known_and_does_not_hide_what_is_measured_now() -> None:
     history = GaugeHistory()
     history.add(
         GaugesRecord(

@@ -269,8 +269,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
         body = json.dumps(CONFIG).encode()
         known = self.path.startswith("/owner/name/")
         self.send_response(200 if known or self.path == "/" else 404)
-        for key, value in {"Content-Length": str(len(body)), "ETag": '"a1"', "X-Repo-Commit": "c" * 40}.items():
-            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", '"a1"')
+        self.send_header("X-Repo-Commit", "c" * 40)
         if not known: self.send_header("X-Error-Code", "RepoNotFound")
         self.end_headers()
         if self.command == "GET": self.wfile.write(body)

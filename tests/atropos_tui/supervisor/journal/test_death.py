@@ -147,8 +147,8 @@ async def test_sigkill_of_the_supervisor_leaves_nothing(tmp_path: Path) -> None:
 
 
 async def test_the_detector_sees_a_planted_orphan(tmp_path: Path) -> None:
-    """A foreign process with the run's marker, in a session of its own: found, named, ended; one without
-    is not touched."""
+    """A foreign process with the run's marker, in a session of its own: found, named, ended; one
+    without is not touched."""
     env = {
         "ATROPOS_RUN_ID": "planted-run",
         "ATROPOS_COMPONENT": "ghost",

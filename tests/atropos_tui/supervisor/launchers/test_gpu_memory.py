@@ -243,8 +243,8 @@ async def test_a_stop_by_hand_ends_the_waiting_of_a_start(launch: Any, driver: F
 async def test_what_others_do_on_the_card_disturbs_nothing(
     launch: Any, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pids tell: another process that comes, grows and stays is never waited for, one that leaves hides
-    nothing."""
+    """Pids tell: another process that comes, grows and stays is never waited for, one that leaves
+    hides nothing."""
     monkeypatch.setattr(gpu_memory, "OTHERS_S", 60.0)
     driver.others = {HOST: 10.0}
     async with launch(engine()) as running:
