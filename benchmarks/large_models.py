@@ -378,7 +378,8 @@ class Run:
         if not (timings and memory and syncs):
             return
         warm = timings[2:] or timings[-1:]
-        mfu = [t.mfu for t in warm if t.mfu is not None]
+        mfu = [t.mfu_peak for t in warm if t.mfu_peak is not None]
+        reached = [t.mfu for t in warm if t.mfu is not None]
         self.found |= {
             "steps": len(memory),
             "step_s": median(t.step_s for t in warm),
@@ -387,7 +388,7 @@ class Run:
             "publish_s": median(s.seconds for s in syncs[2:] or syncs),
             "publish_phases": syncs[-1].phases,
             "mfu": median(mfu) if mfu else None,
-            "mfu_790": median(mfu) * 989 / 790 if mfu else None,
+            "mfu_790": median(reached) if reached else None,
             "tokens_per_s": median(t.tokens_per_s for t in warm),
             "routing_replayed": [a.routing_replayed for a in by_kind.get("alignment", [])],
             "probe_abs_mean": probes,
@@ -430,7 +431,9 @@ def show(found: dict[str, Any]) -> str:
     parts = f" in {found['parallel']} parts" if found["parallel"] > 1 else ""
     graphs = f"; without CUDA graphs: {found['eager_because']}" if found["eager_because"] else ""
     replayed = [share for share in found["routing_replayed"] if share is not None]
-    mfu = "-" if found["mfu"] is None else f"{found['mfu']:.1%} ({found['mfu_790']:.1%} of 790)"
+    mfu = "-" if found["mfu"] is None else f"{found['mfu']:.1%}"
+    if found["mfu_790"] is not None:
+        mfu += f" ({found['mfu_790']:.1%} of 790)"
     return "\n".join(
         [
             f"{found['shape']}{parts}, {found['mode']}, {' '.join(found['settings'])}{graphs}; "

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import torch
 
-from atropos_common.models.model_math import peak_flops, step_flops
+from atropos_common.models.model_math import peak_flops, reached_flops, step_flops
 from atropos_common.protocol.benchmark_summary import summary_sections, summary_text
 from atropos_common.protocol.records import (
     AlignmentRecord,
@@ -43,6 +43,19 @@ from trainer_core.weight_sync.base import SyncReport
 
 
 @dataclass(frozen=True)
+class Mfu:
+    """Model FLOP utilization of the training part, 0 to 1; None on an unknown card."""
+
+    of_peak: float | None = None
+    """Share of the card's dense bfloat16 peak."""
+    of_reached: float | None = None
+    """Share of the FLOP/s that matrix products reach on this card."""
+
+
+UNKNOWN_MFU = Mfu()
+
+
+@dataclass(frozen=True)
 class StepReport:
     """Everything known about one optimizer step."""
 
@@ -60,8 +73,7 @@ class StepReport:
     train_s: float
     checkpoint_s: float
     step_s: float
-    mfu: float | None = None
-    """Model FLOP utilization of the training part; None if the peak is unknown."""
+    mfu: Mfu = UNKNOWN_MFU
     engine: EngineUse = UNKNOWN_USE
     """Since the last report."""
     ranks: Sequence[RankUse] = ()
@@ -183,7 +195,8 @@ def timing_fields(report: StepReport) -> dict[str, Any]:
         "sync_s": report.sync.seconds if report.sync else 0.0,
         "checkpoint_s": report.checkpoint_s,
         "tokens_per_s": report.tokens_per_s,
-        "mfu": report.mfu,
+        "mfu": report.mfu.of_reached,
+        "mfu_peak": report.mfu.of_peak,
         "engine_idle_fraction": report.engine.idle,
         "engine_capacity_used": report.engine.capacity,
         "accepted_tokens_per_s": report.accepted_tokens_per_s,
@@ -364,8 +377,10 @@ class MfuMeter:
             self._trained = sum(
                 p.numel() for p in model.parameters() if p.requires_grad and p.ndim == 2
             )
-        peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        self._peak = peak and peak * ranks
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        self._limits = [
+            limit and limit * ranks for limit in (peak_flops(name), reached_flops(name))
+        ]
 
     def flops(self, lengths: Sequence[int], predicted: int) -> float:
         """FLOPs of a step over sequences of these lengths, with `predicted` trained tokens."""
@@ -373,13 +388,11 @@ class MfuMeter:
             self._sizes, lengths, predicted, reached=self._reached, trained=self._trained
         )
 
-    def measure(self, lengths: Sequence[int], predicted: int, seconds: float) -> float | None:
-        """Share of the peak, 0 to 1; None without a known peak."""
-        return (
-            self.flops(lengths, predicted) / seconds / self._peak
-            if self._peak and seconds > 0
-            else None
-        )
+    def measure(self, lengths: Sequence[int], predicted: int, seconds: float) -> Mfu:
+        if seconds <= 0:
+            return UNKNOWN_MFU
+        speed = self.flops(lengths, predicted) / seconds
+        return Mfu(*(speed / limit if limit else None for limit in self._limits))
 
 
 def rank_use(world: World, tokens: int, alone_s: float) -> list[RankUse]:

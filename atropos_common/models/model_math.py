@@ -38,15 +38,24 @@ STATE_BYTES = {"adamw": 8, "adamw_8bit": 2, "adafactor": 0}
 """Approximate bytes per parameter; `optimizer_bytes` is exact."""
 # bitsandbytes keeps smaller tensors in float32; one float32 scale per block and moment.
 BITS8_SMALLEST, BITS8_BLOCK = 4096, 256
+# NVIDIA's data sheets, "BFLOAT16 Tensor Core". For cards of 2022 and later they print the figure
+# with sparsity, which is twice this one. A name without PCIe or NVL is the SXM card.
 PEAK_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
     "H100": 989e12,
     "H200": 989e12,
+    "H20": 148e12,
     "B200": 2250e12,
     "A100": 312e12,
     "L40S": 362e12,
     "RTX 4090": 165e12,
 }
-"""Part of the device name -> dense bfloat16 FLOP/s, from data sheets."""
+"""Part of the device name -> dense bfloat16 FLOP/s."""
+# docs/benchmarks.md has the measurement, on an H200.
+REACHED_FLOPS = 790e12
+"""Bfloat16 FLOP/s that large matrix products reach on the cards of `PEAK_FLOPS["H100"]`."""
 GPU_MEMORY = {
     "B200": 183_359,
     "H200": 143_771,
@@ -659,5 +668,12 @@ def pinned_bytes(shapes: Iterable[Shape], widths: Sequence[int]) -> int:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """None for an unknown device."""
-    return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)
+    """Return the dense bfloat16 FLOP/s of the data sheet; None for an unknown device."""
+    # The longest name first: "H200" contains "H20".
+    names = sorted(PEAK_FLOPS, key=len, reverse=True)
+    return next((PEAK_FLOPS[name] for name in names if name in device_name), None)
+
+
+def reached_flops(device_name: str) -> float | None:
+    """Return the FLOP/s that matrix products reach; None on cards where this is not measured."""
+    return REACHED_FLOPS if peak_flops(device_name) == PEAK_FLOPS["H100"] else None

@@ -494,8 +494,11 @@ class TimingRecord(TrainerRecord):
     tokens_per_s: Annotated[
         Number, Metric("Trained tokens a second of the whole step, prompts included", smooth=True)
     ]
-    # FLOP utilization of the training part (`train_s`); None if the GPU's peak is unknown.
+    # Model FLOP utilization of the training part (`train_s`); None on an unknown card.
     mfu: Number | None = None
+    """Share of 790 TFLOP/s, which matrix products reach on an H100 or H200."""
+    mfu_peak: Number | None = None
+    """Share of the card's dense bfloat16 peak."""
     engine_idle_fraction: Number | None = None
     """Share of the time without a completion request."""
     engine_capacity_used: Number | None = None

@@ -73,6 +73,10 @@ class Pace:
     accepted_per_s: float | None
     """Generated tokens that were trained on."""
     tokens_per_s: float | None
+    mfu_peak: float | None
+    """Model FLOP utilization of the training part, of the card's dense peak."""
+    mfu: float | None
+    """Share of 790 TFLOP/s."""
     steps_per_hour: float | None
     eta_s: float | None
     """Time left by the wall clock, waiting included."""
@@ -101,6 +105,8 @@ def pace(state: RunState, training_steps: int | None, window: int = WINDOW) -> P
         engine_capacity=_capacity_share(state, count),
         accepted_per_s=_ratio(state.sums[ACCEPTED], timing, count),
         tokens_per_s=tokens_per_second(state, count),
+        mfu_peak=state.metric("mfu_peak").newest(count).mean,
+        mfu=state.metric("mfu").newest(count).mean,
         steps_per_hour=3600 / basis if basis else None,
         eta_s=None if left is None or basis is None else left * basis,
     )
@@ -164,6 +170,10 @@ class RunBenchmark:
     peak_rss_bytes: int | None
     """Main memory of the trainer process."""
     tokens_per_s: float | None
+    mfu_peak: float | None
+    """Model FLOP utilization of the training part, of the card's dense peak; mean of the steps."""
+    mfu: float | None
+    """Share of 790 TFLOP/s."""
     reward_first: float | None
     """Mean of the first five steps."""
     reward_last: float | None
@@ -200,6 +210,8 @@ def benchmark_state(state: RunState, *, run: str, mode: str) -> RunBenchmark:
         "run": run,
         "attempts": len(state.attempt_steps),
         "peak_rss_bytes": _whole(state.metric("rss_bytes").highest),
+        "mfu_peak": state.metric("mfu_peak").mean,
+        "mfu": state.metric("mfu").mean,
         "reward_first": mean(reward[:5]),
         "reward_last": mean(reward[-5:]),
         "held_out": next((series.last for series in state.evals.values()), None),
@@ -282,7 +294,11 @@ def _strict(value: object) -> object:
 
 def summary_sections(run: RunBenchmark) -> list[summary.Section]:
     """Return titles and figures of a summary; the first section has no name."""
-    *sections, (memory, figures) = summary.summary_sections(run)
+    *sections, (timing, speeds), (memory, figures) = summary.summary_sections(run)
+    if run.mfu_peak is not None:
+        speeds.append(("MFU of dense peak", summary.share_text(run.mfu_peak)))
+    if run.mfu is not None:
+        speeds.append(("MFU of 790 TFLOP/s", summary.share_text(run.mfu)))
     learning = [
         ("Reward first 5 steps", _fraction(run.reward_first)),
         ("Reward last 5 steps", _fraction(run.reward_last)),
@@ -290,7 +306,7 @@ def summary_sections(run: RunBenchmark) -> list[summary.Section]:
         ("Checkpoint size", _size(run.checkpoint_bytes)),
     ]
     rss = ("Peak trainer RSS", summary.gigabytes_text(run.peak_rss_bytes))
-    return [*sections, (memory, [*figures, rss]), ("Learning", learning)]
+    return [*sections, (timing, speeds), (memory, [*figures, rss]), ("Learning", learning)]
 
 
 def origin(run: RunBenchmark) -> str:
@@ -346,6 +362,8 @@ _ROWS = (
     ("Engine capacity used", "engine_capacity_used", summary.share_text),
     ("Tokens/s", "tokens_per_s", summary.whole_text),
     ("Accepted tokens/s", "accepted_tokens_per_s", summary.whole_text),
+    ("MFU of dense peak", "mfu_peak", summary.share_text),
+    ("MFU of 790 TFLOP/s", "mfu", summary.share_text),
     ("Peak GPU memory", "peak_bytes", summary.gigabytes_text),
     ("Avg GPU memory", "avg_bytes", summary.gigabytes_text),
     ("Peak trainer RSS", "peak_rss_bytes", summary.gigabytes_text),

@@ -82,7 +82,8 @@ TIMING: Sequence[Field] = (
     ("sync_s", "step_sync_seconds", "Part of the step: publishing the weights."),
     ("checkpoint_s", "step_checkpoint_seconds", "Part of the step: saving the checkpoint."),
     ("tokens_per_s", "tokens_per_second", "Tokens trained per second."),
-    ("mfu", "mfu_ratio", "Model FLOPs utilisation of the training part."),
+    ("mfu_peak", "mfu_peak_ratio", "Model FLOP utilization, of the card's dense bfloat16 peak."),
+    ("mfu", "mfu_ratio", "Model FLOP utilization, of 790 TFLOP/s."),
     (
         "engine_idle_fraction",
         "step_engine_idle_ratio",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from rich.text import Text
@@ -160,14 +159,12 @@ class Benchmark(TextPanel):
 
     def _figures(self, view: View, speed: Pace) -> list[Text]:
         state = view.state
-        # Model FLOPs utilization (MFU), a share from 0 to 1.
-        mfu = state.metric("mfu").last
         lag, most = state.metric("policy_lag_mean").last, state.metric("policy_lag_max").last
-        used = f"trained, MFU {mfu:.1%}" if mfu is not None and math.isfinite(mfu) else "trained"
         versions = "versions" if most is None else f"versions, max {number(most, 0)}"
         engines = [row.name for row in view.rows if row.role is Role.ENGINE and row.port]
         lines = [
-            self._line("tokens/s", number(speed.tokens_per_s, 0), used),
+            self._line("tokens/s", number(speed.tokens_per_s, 0), "trained, with prompts"),
+            *self._mfu(speed),
             *self._engine_use(speed),
             *(line for name in engines for line in self._engine(view, name)),
             self._line("steps/h", number(speed.steps_per_hour, 0)),
@@ -182,6 +179,14 @@ class Benchmark(TextPanel):
             steps = f"{state.benchmark.steps} steps"
             lines.append(self._line("total", duration(state.benchmark.total_s), steps))
         return lines
+
+    def _mfu(self, speed: Pace) -> list[Text]:
+        if speed.mfu_peak is None:
+            return []
+        words = "of the dense peak"
+        if speed.mfu is not None:
+            words += f", {speed.mfu:.1%} of 790 TFLOP/s"
+        return [self._line("MFU", f"{speed.mfu_peak:.1%}", words)]
 
     def _engine_use(self, speed: Pace) -> list[Text]:
         lines = []

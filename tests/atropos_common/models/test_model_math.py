@@ -26,6 +26,7 @@ from atropos_common.models.model_math import (
     effective_optimizer,
     optimizer_bytes,
     peak_flops,
+    reached_flops,
 )
 from atropos_common.protocol.benchmark_summary import summary_sections, summary_text
 from atropos_common.protocol.records import BenchmarkRecord
@@ -192,8 +193,22 @@ def test_only_the_default_gives_way_on_a_cpu() -> None:
 
 
 def test_a_gpu_that_is_not_known_has_no_peak() -> None:
-    assert peak_flops("NVIDIA H200 PCIe") == 989e12
+    assert peak_flops("NVIDIA H200") == 989e12 and reached_flops("NVIDIA H200") == 790e12
+    assert peak_flops("NVIDIA H20") == 148e12 and reached_flops("NVIDIA H20") is None
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12 and reached_flops("NVIDIA H100 PCIe") is None
     assert peak_flops("NVIDIA T4") is None
+    assert reached_flops("NVIDIA T4") is None and peak_flops("") is None
+
+
+def test_mfu_is_given_of_both_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
+    meter = MfuMeter(model, torch.device("cuda"), ranks=2)
+    found = meter.measure([64], 32, 0.001)
+    assert found.of_peak is not None
+    assert found.of_peak == pytest.approx(meter.flops([64], 32) / 0.001 / 989e12 / 2)
+    assert found.of_reached == pytest.approx(found.of_peak * 989 / 790)
+    assert meter.measure([64], 32, 0.0).of_peak is None
 
 
 def test_the_summary_shows_whatever_a_record_holds() -> None:
