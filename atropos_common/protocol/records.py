@@ -631,6 +631,9 @@ GROUP_SIZE = "group_size"
 TOO_LONG = "too_long"
 NOT_FINITE = "not_finite"
 SURPLUS = "surplus"
+# Of tokens only: groups are counted in `failures`, or are tried again.
+FAILED = "failed"
+CANCELLED = "cancelled"
 
 _REASONS = {
     REFUSED: "run-api refused it",
@@ -643,6 +646,8 @@ _REASONS = {
     TOO_LONG: "a sequence longer than the trainer takes",
     NOT_FINITE: "a score that is not a finite number",
     SURPLUS: "surplus: a spare group that was not needed",
+    FAILED: "the rollout failed",
+    CANCELLED: "the rollout was cancelled",
 }
 """Reason -> one line."""
 
@@ -662,8 +667,16 @@ class EnvCountsRecord(Record):
     """Requests through atroposlib's servers."""
     sent: int
     """Groups that run-api accepted."""
+    sent_flat: int = 0
+    """Groups among `sent` whose scores are all equal."""
+    sent_tokens: int = 0
+    """Generated tokens of the groups in `sent`."""
+    sent_flat_tokens: int = 0
+    """Generated tokens of the groups in `sent_flat`."""
     left_out: dict[str, int] = {}
     """Groups that did not reach run-api, by reason."""
+    left_out_tokens: dict[str, int] = {}
+    """Generated tokens that did not reach run-api, by reason; failed rollouts included."""
     examples: dict[str, str] = {}
     """Newest detail of each reason."""
     failures: dict[str, int] = {}

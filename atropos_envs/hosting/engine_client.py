@@ -22,6 +22,7 @@ from atroposlib.envs.server_handling.vllm_server import VLLMServer
 
 from atropos_common.protocol.bridge import SAMPLING_HEADER, SPLIT_HEADER
 from atropos_common.system.run_dir import ENV_ENGINE_URLS
+from atropos_envs.hosting.rollout import present
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +220,9 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
             "logprobs": 0,
         } | sampling
         answer = await self._request(self._post, body, lambda: len(prompt_ids), wait=wait)
-        return parse_generation(prompt_ids, answer)
+        generation = parse_generation(prompt_ids, answer)
+        present().tokens += sum(map(len, generation.token_ids))
+        return generation
 
     async def tokens_and_logprobs_completion(
         self, **request: Any
@@ -283,7 +286,9 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
                 raise EngineRefused(text, fatal=error.status_code in (401, 403, 405)) from None
 
         async with self._limited(split):
-            return await self._request(ask, request, prompt_length)
+            answer = await self._request(ask, request, prompt_length)
+        present().tokens += getattr(answer.usage, "completion_tokens", 0)
+        return answer
 
     @asynccontextmanager
     async def _limited(self, split: str) -> AsyncIterator[None]:

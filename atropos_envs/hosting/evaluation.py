@@ -17,6 +17,7 @@ from openai import APIStatusError
 
 from atropos_common.protocol.record_tail import next_seq
 from atropos_common.protocol.records import (
+    FAILED,
     SURPLUS,
     EnvCountsRecord,
     EnvMetricsRecord,
@@ -25,7 +26,7 @@ from atropos_common.protocol.records import (
     reason_text,
 )
 from atropos_common.system.run_dir import ENV_COMPONENT, ENV_RUN_ID, RunDir
-from atropos_envs.hosting.groups import why_left_out
+from atropos_envs.hosting.groups import is_flat, why_left_out
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +120,11 @@ class EvalLog:
                 policy_step=step,
                 requests=requests,
                 sent=tally.sent,
+                sent_flat=tally.sent_flat,
+                sent_tokens=tally.sent_tokens,
+                sent_flat_tokens=tally.sent_flat_tokens,
                 left_out=dict(tally.left_out),
+                left_out_tokens=dict(tally.left_out_tokens),
                 examples=dict(tally.examples),
                 failures=dict(tally.failures),
                 evaluation_failures=dict(tally.evaluation_failures),
@@ -145,8 +150,11 @@ class Tally:
     def __init__(self) -> None:
         self.sent = 0
         """Groups that run-api accepted."""
+        self.sent_flat = self.sent_tokens = self.sent_flat_tokens = 0
         self.left_out: Counter[str] = Counter()
         """Groups that did not reach run-api, by reason (`records.py`)."""
+        self.left_out_tokens: Counter[str] = Counter()
+        """Generated tokens of these groups, and of failed and cancelled rollouts."""
         self.examples: dict[str, str] = {}
         """Newest detail of each reason."""
         self.failures: Counter[str] = Counter()
@@ -162,9 +170,15 @@ class Tally:
         self._kinds: set[tuple[str, str]] = set()
         self._reported = self._totals
 
-    def failed(self, error: BaseException) -> None:
-        """Count a failed rollout; log the first of a kind."""
+    def failed(self, error: BaseException, tokens: int = 0) -> None:
+        """Count a failed rollout that generated `tokens`; log the first of a kind."""
         self._raised("a rollout failed", error, self.failures)
+        self.lose(FAILED, tokens)
+
+    def lose(self, reason: str, tokens: int) -> None:
+        """Count generated tokens that do not reach run-api."""
+        if tokens:
+            self.left_out_tokens[reason] += tokens
 
     def evaluated(self, error: BaseException | None) -> None:
         """Count an evaluation by its error; a success (None) clears the counts."""
@@ -201,8 +215,13 @@ class Tally:
             known = reason_text(reason)
             log.warning("a group is left out (%s): %s. Later ones are only counted", known, words)
 
-    def accepted(self) -> None:
+    def accepted(self, group: dict[str, Any], tokens: int) -> None:
+        """Count a sent group with its generated tokens."""
         self.sent += 1
+        self.sent_tokens += tokens
+        if is_flat(group):
+            self.sent_flat += 1
+            self.sent_flat_tokens += tokens
         self._barren_since = self._in_vain
 
     @property

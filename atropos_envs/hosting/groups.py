@@ -75,6 +75,14 @@ def why_left_out(group: Any, config: Any, max_token_len: int) -> str | None:
     return None
 
 
+def is_flat(group: Group) -> bool:
+    """Return True if a converted group teaches the trainer nothing: all scores equal."""
+    # The environment's own advantages may differ, and a lone score is compared with earlier ones.
+    return (
+        len(group["scores"]) > 1 and len(set(group["scores"])) == 1 and not group.get("advantages")
+    )
+
+
 def _number(value: Any, where: str) -> float:
     try:
         return float(value) if hasattr(value, "__float__") else float(value.item())

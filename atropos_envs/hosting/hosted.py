@@ -19,6 +19,7 @@ from tenacity import RetryError
 
 from atropos_common.net.http import KEY_USER
 from atropos_common.protocol.records import (
+    CANCELLED,
     FLAT,
     REFUSED,
     RETURNED_NONE,
@@ -34,6 +35,7 @@ from atropos_envs.hosting.evaluation import EvalLog, Tally, component_name, eval
 from atropos_envs.hosting.groups import Unsendable, convert, encoded
 from atropos_envs.hosting.queue_slots import PendingGroup, QueueSlots, WorkerMeter
 from atropos_envs.hosting.registration import Registration
+from atropos_envs.hosting.rollout import begin_rollout, present
 
 log = logging.getLogger(__name__)
 
@@ -216,13 +218,23 @@ class Hosted(BaseEnv):  # type: ignore[misc]
                     self._give_up(EnvFault(str(error), exit_code=2))
             elif await self._gate.explains(error):
                 return None, [item]  # the item comes again when an engine answers
-            self.tally.failed(error)
+            self.tally.failed(error, present().take())
             await self._back_off()
             return None, []
         self._failed_in_row = 0
         if not groups and not items:  # further items: a step towards a group, not a failure
-            self.tally.leave_out(RETURNED_NONE, "collect_trajectories returned no group")
+            self._returned_none("collect_trajectories")
         return groups, items
+
+    def _returned_none(self, method: str) -> None:
+        reason = FLAT if present().is_flat else RETURNED_NONE
+        self.tally.lose(reason, present().take())
+        if reason == FLAT:
+            # Many environments drop flat groups themselves; these count like those dropped here.
+            self.tally.leave_out(FLAT)
+            self._count_result([FLAT])
+        else:
+            self.tally.leave_out(reason, f"{method} returned no group")
 
     # Without this a group that always fails, such as a refused request, is tried a hundred times a
     # second.
@@ -240,10 +252,10 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         except Exception as error:
             if not self._serving:
                 raise
-            self.tally.failed(error)
+            self.tally.failed(error, present().take())
             return None
         if groups is None:
-            self.tally.leave_out(RETURNED_NONE, "postprocess_histories returned no group")
+            self._returned_none("postprocess_histories")
         return groups
 
     async def handle_send_to_api(
@@ -252,7 +264,11 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         """Count groups that are left out, and pass the others on."""
         several = isinstance(scored_data, list)
         groups = scored_data if several else [scored_data]
+        present().divide(groups)
         made = [(group, self._judge(group)) for group in groups]
+        for group, reason in made:
+            if reason is not None:
+                self.tally.lose(reason, present().take(group))
         if not await self._gets_slot([reason for _, reason in made], item):
             return
         if good := [group for group, reason in made if reason is None]:
@@ -281,36 +297,49 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             group["env_id"] = self._registration.env_id
             self._sending += 1
             try:
-                accepted = await self._send(group)
+                reason = await self._send(group)
             finally:
                 self._sending -= 1
             pending = _pending.get()
-            if accepted:
-                self.tally.accepted()
+            tokens = present().take(group)
+            if reason is None:
+                self.tally.accepted(group, tokens)
                 if self.queue_slots is not None:
                     self._drop(self.queue_slots.sent(pending, 1))
-            elif pending is not None:
+                continue
+            self.tally.lose(reason, tokens)
+            if pending is not None:
                 # The manager's next round starts another group, as after a failure.
                 pending.made = False
 
-    async def _send(self, group: dict[str, Any]) -> bool:
+    async def _send(self, group: dict[str, Any]) -> str | None:
+        """Return why the group did not arrive, None if run-api accepted it."""
         try:
             refused = await self._registration.send(encoded(group))
         except Unsendable as error:
             self.tally.leave_out(UNSENDABLE, str(error))
+            return UNSENDABLE
         except (aiohttp.ClientError, TimeoutError) as error:
             self.tally.leave_out(UNANSWERED, type(error).__name__)
-        else:
-            if refused is None:
-                return True
-            self.tally.leave_out(REFUSED, refused.words, refused.kind)
-        return False
+            return UNANSWERED
+        if refused is None:
+            return None
+        self.tally.leave_out(REFUSED, refused.words, refused.kind)
+        return REFUSED
 
     # Start and order of groups
 
     async def handle_env(self, item_uuid: str) -> Any:
         """Make one group, and start the next one at its end."""
         begin_group()
+        rollout = begin_rollout()
+        try:
+            return await self._handle_group(item_uuid)
+        except asyncio.CancelledError:
+            self.tally.lose(CANCELLED, rollout.take())
+            raise
+
+    async def _handle_group(self, item_uuid: str) -> Any:
         if self.queue_slots is None:
             return await super().handle_env(item_uuid)
         pending, late = self.queue_slots.begin(self.running_items[item_uuid]["item"], item_uuid)
@@ -334,15 +363,21 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         pending = _pending.get()
         if self.queue_slots is None or pending is None:
             return True
-        # False: treated as a failure.
-        pending.made = any(reason in (None, FLAT) for reason in reasons)
-        self.queue_slots.count_result(flat=all(reason == FLAT for reason in reasons))
+        self._count_result(reasons)
         useful = reasons.count(None)
         if not useful or await pending.wait_for_slot():
             return True
         self.tally.left_out[SURPLUS] += useful
+        self.tally.lose(SURPLUS, present().take())
         self.backlog.append(item)
         return False
+
+    def _count_result(self, reasons: list[str | None]) -> None:
+        pending = _pending.get()
+        if self.queue_slots is not None and pending is not None and reasons:
+            # False: treated as a failure.
+            pending.made = any(reason in (None, FLAT) for reason in reasons)
+            self.queue_slots.count_result(flat=all(reason == FLAT for reason in reasons))
 
     def _drop(self, late: list[PendingGroup]) -> None:
         """Cancel the rollouts of late groups; their items come again."""

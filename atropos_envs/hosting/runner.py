@@ -39,6 +39,7 @@ from atropos_envs.hosting.base import configure_logging, exit_code_of, leave, on
 from atropos_envs.hosting.engine_client import NO_SERVER, EngineClient, addresses
 from atropos_envs.hosting.evaluation import reason_of
 from atropos_envs.hosting.hosted import PARSER_PROTOCOL, Hosted
+from atropos_envs.hosting.rollout import note_scored_groups
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ def run(arguments: list[str]) -> None:
     # Patch `cli` on the base class: every environment of the file inherits it.
     original, began = BaseEnv.cli, []
     accept_older_names()
+    note_scored_groups()
 
     def cli(cls: type[BaseEnv]) -> None:
         began.append(cls)

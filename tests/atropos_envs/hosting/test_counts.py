@@ -21,11 +21,12 @@ import torch
 from atroposlib.api import server as api_module
 from atroposlib.envs import base as atropos_base
 
-from atropos_common.protocol.records import REFUSED, RETURNED_NONE, UNSENDABLE
+from atropos_common.protocol.records import FAILED, FLAT, REFUSED, RETURNED_NONE, UNSENDABLE
 from atropos_envs import EnvFault
 from atropos_envs.hosting import engine_client
 from atropos_envs.hosting.groups import Unsendable, convert, encoded
 from atropos_envs.hosting.registration import refusal
+from atropos_envs.hosting.rollout import Rollout, ScoredDataGroup, present
 from tests.atropos_envs.support import (
     Engine,
     begin_at_once,
@@ -230,6 +231,58 @@ async def test_what_json_cannot_hold_and_none_are_counted(served: Any, tmp_path:
     )
     assert set(env.tally.left_out) == {RETURNED_NONE, UNSENDABLE} and env.tally.sent == 0
     assert env.tally.examples[UNSENDABLE]
+
+
+async def test_generated_tokens_are_counted_by_the_fate_of_their_group(served: Any) -> None:
+    def made(item: int) -> Any:
+        # What the engine client adds: 7 tokens, of which the masks of a group keep 3.
+        present().tokens += 7
+        if item % 4 == 0:
+            raise KeyError("ground_truth")
+        flat = group(scores=[1.0, 1.0])
+        return [None, group(), flat][item % 4 - 1]
+
+    env = await served(
+        made,
+        lambda env: env.tally.sent >= 3 and min(env.tally.left_out_tokens.values(), default=0) > 7,
+        max_batches_offpolicy=4,
+    )
+    tally = env.tally
+    assert tally.sent_tokens == 7 * tally.sent and tally.sent_flat == 0
+    for reason in (FLAT, RETURNED_NONE):
+        assert tally.left_out_tokens[reason] == 7 * tally.left_out[reason] > 0
+    assert tally.left_out_tokens[FAILED] == 7 * tally.failures.total() > 0
+
+
+async def test_a_flat_group_that_its_environment_drops_is_flat(served: Any) -> None:
+    def made(item: int) -> Any:
+        scored = ScoredDataGroup(**group(scores=[]))
+        scored["scores"] += [1.0, float(item % 2)]
+        return None if item % 2 else scored
+
+    env = await served(made, lambda env: env.tally.sent >= 4 and env.tally.left_out[FLAT] >= 4)
+    assert not env.tally.left_out[RETURNED_NONE]
+    assert 0 < env.queue_slots.flat_share < 1, "so that spare groups are started"
+
+
+async def test_flat_groups_that_are_sent_are_counted(served: Any) -> None:
+    env = await served(
+        lambda item: group(scores=[0.0, float(item % 2)]),
+        lambda env: env.tally.sent >= 8,
+        ensure_scores_are_not_same=False,
+    )
+    tally = env.tally
+    assert 0 < tally.sent_flat < tally.sent
+    assert (tally.sent_tokens, tally.sent_flat_tokens) == (3 * tally.sent, 3 * tally.sent_flat)
+
+
+def test_each_generated_token_is_counted_once() -> None:
+    rollout, (one, other) = Rollout(), (group(), group(masks=[[-100, 4], [-100, -100, 6]]))
+    rollout.tokens = 10
+    rollout.divide([one, other])
+    assert (rollout.take(one), rollout.take(other), rollout.take()) == (6, 4, 0)
+    rollout.divide([one])
+    assert rollout.take(dict(one)) == 3, "a copy of the environment's own"
 
 
 async def test_flat_advantages_and_numpy_numbers_train(served: Any) -> None:
