@@ -1,7 +1,7 @@
 """Most tokens a second that an engine can make, learned from its own steps.
 
-A step of n sequences takes about `a + b * n` seconds. The curve is fitted to the steps, and read at
-as many sequences as fit.
+A step of n sequences that hold the share u of the KV cache takes about `a + b * n + c * u` seconds.
+The curve is fitted to the steps and read at as many sequences as fit, at their present length.
 """
 
 from __future__ import annotations
@@ -11,66 +11,95 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
 
 # Least number and seconds of the steps in one sample: a busy server gets many steps at once, then
 # none for a while.
 STEPS, SAMPLE_S = 8, 0.5
 # The newest samples of each number of sequences, and how many it takes to use them.
-SAMPLES_KEPT = 32
+SAMPLES_KEPT = 64
 SAMPLES_NEEDED = 3
 # Quantile of the samples that counts: a slower step shared the machine or was paused.
-FASTEST = 0.25
-# Share of the most sequences from which on the best rate seen is the answer.
+FASTEST = 0.1
+# Share of the most sequences from which on the best rate seen is the answer without a fit.
 NEARLY_ALL = 0.8
-LEAST_SEQUENCES = 8
+# Steps of sequences whose share of the KV cache differs by less than this have the same length.
+SAME_LENGTH = 0.25
+# Least relative error of a point: steps do not lie exactly on the curve.
+NOISE = 0.03
+# Part of a step's time that reading the KV cache may take, as long as the steps do not tell it.
+KV_PART = 0.5
 # The curve is read at no more than this times the most sequences seen.
 MOST_EXTRAPOLATED = 32.0
-# It is fitted once the most sequences seen are this times the fewest.
-CONTRAST = 4.0
-# Share of a step's time that its sequences must cost, for their cost to be known well enough.
-LEAST_GROWTH = 0.25
+# Largest relative standard error of the fitted step time for which the answer counts as known.
+MOST_ERROR = 0.15
+# Weight of the newest step in the moving average of a sequence's share of the KV cache.
+NEWEST = 0.005
+
+
+@dataclass(frozen=True)
+class Point:
+    """Means over steps."""
+
+    sequences: float
+    kv_use: float
+    """Share of the KV cache in use, 0 to 1; 0 if unknown."""
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.sequences / self.seconds
 
 
 @dataclass
 class _Bin:
-    """Samples of about the same number of sequences: (sequences, seconds) of a mean step."""
+    """Samples of about the same number of sequences."""
 
-    samples: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=SAMPLES_KEPT))
+    samples: deque[Point] = field(default_factory=lambda: deque(maxlen=SAMPLES_KEPT))
     steps: int = 0
     sequences: int = 0
+    kv_use: float = 0.0
     seconds: float = 0.0
 
-    def add(self, sequences: int, seconds: float) -> None:
+    def add(self, sequences: int, seconds: float, kv_use: float) -> None:
         self.steps += 1
         self.sequences += sequences
+        self.kv_use += kv_use
         self.seconds += seconds
         if self.steps >= STEPS and self.seconds >= SAMPLE_S:
-            self.samples.append((self.sequences / self.steps, self.seconds / self.steps))
-            self.steps, self.sequences, self.seconds = 0, 0, 0.0
+            sums = self.sequences, self.kv_use, self.seconds
+            self.samples.append(Point(*(each / self.steps for each in sums)))
+            self.steps, self.sequences, self.kv_use, self.seconds = 0, 0, 0.0, 0.0
 
-    def point(self) -> tuple[float, float] | None:
+    def point(self) -> Point | None:
         if len(self.samples) < SAMPLES_NEEDED:
             return None
-        by_rate = sorted(self.samples, key=lambda sample: sample[1] / sample[0])
+        by_rate = sorted(self.samples, key=lambda sample: -sample.rate)
         return by_rate[int(FASTEST * len(by_rate))]
 
 
 class StepCurve:
     def __init__(self, slots: int) -> None:
         self._slots = slots
+        # Bins are never dropped: an engine that now runs as many sequences all the time has shown
+        # the cost of fewer while it started.
         self._bins: dict[int, _Bin] = {}
         # Share of the KV cache that one sequence takes, a moving average; 0 while unknown.
         self._kv_share = 0.0
 
-    def add(self, sequences: int, seconds: float) -> None:
+    def add(self, sequences: int, seconds: float, kv_use: float = 0.0) -> None:
         if sequences > 0 and seconds > 0:
-            self._bins.setdefault(round(2 * math.log2(sequences)), _Bin()).add(sequences, seconds)
+            at = round(2 * math.log2(sequences))
+            self._bins.setdefault(at, _Bin()).add(sequences, seconds, kv_use)
 
     def hold(self, sequences: int, kv_use: float) -> None:
         """Note the share of the KV cache, 0 to 1, that running sequences take."""
         if sequences > 0 and kv_use > 0:
             share = kv_use / sequences
-            self._kv_share = share if not self._kv_share else 0.99 * self._kv_share + 0.01 * share
+            self._kv_share += (NEWEST if self._kv_share else 1.0) * (share - self._kv_share)
 
     @property
     def most(self) -> float:
@@ -79,31 +108,60 @@ class StepCurve:
 
     def ceiling(self) -> float | None:
         """Tokens a second at `most` sequences; None while too little was seen."""
-        points = sorted(point for each in self._bins.values() if (point := each.point()))
+        points = [point for each in self._bins.values() if (point := each.point())]
         if not points:
             return None
-        fewest, highest, most = points[0][0], points[-1][0], self.most
-        best = max(sequences / seconds for sequences, seconds in points)
-        if highest >= NEARLY_ALL * most:
-            return best
-        if highest < max(LEAST_SEQUENCES, most / MOST_EXTRAPOLATED) or highest < CONTRAST * fewest:
+        most = self.most
+        # A rate that shorter sequences reached says nothing about the present ones.
+        present = [point for point in points if self._is_present(point)]
+        best = max((point.rate for point in present), default=0.0)
+        if most > MOST_EXTRAPOLATED * max(point.sequences for point in points):
             return None
-        fixed, each = _line(points)
-        if each * highest < LEAST_GROWTH * (fixed + each * highest):
-            return None
-        return max(best, most / (fixed + each * most))
+        seconds = _fitted(points, most, min(1.0, most * self._kv_share))
+        if seconds is not None:
+            return max(best, most / seconds)
+        return best if any(each.sequences >= NEARLY_ALL * most for each in present) else None
+
+    def _is_present(self, point: Point) -> bool:
+        share = point.kv_use / point.sequences
+        if not share or not self._kv_share:
+            return True
+        return abs(math.log(share / self._kv_share)) < math.log1p(SAME_LENGTH)
 
 
-def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
-    # The least squares of relative errors, neither part below 0.
-    weighed = [(1.0 / seconds**2, sequences, seconds) for sequences, seconds in points]
-    total = sum(w for w, _, _ in weighed)
-    mean_n = sum(w * n for w, n, _ in weighed) / total
-    mean_s = sum(w * s for w, _, s in weighed) / total
-    spread = sum(w * (n - mean_n) ** 2 for w, n, _ in weighed)
-    slope = sum(w * (n - mean_n) * (s - mean_s) for w, n, s in weighed) / spread
-    slope = min(max(slope, 0.0), mean_s / mean_n)
-    return mean_s - slope * mean_n, slope
+def _fitted(points: list[Point], sequences: float, kv_use: float) -> float | None:
+    """Seconds of a step by a fit of relative errors; None if the points leave it open."""
+    seconds = np.array([point.seconds for point in points])
+    wanted = np.array([1.0, sequences, kv_use])
+    seen = np.array([[1.0, point.sequences, point.kv_use] for point in points])
+    # The unknowns are the three parts of the wanted step, in seconds.
+    parts = seen / np.where(wanted > 0, wanted, 1.0)
+    longest, fullest = float(seconds.max()), float(parts[:, 2].max())
+    # Prior knowledge as further rows: the parts are finite, and reading the KV cache is no more
+    # than a part of a step.
+    prior = np.diag(np.full(3, NOISE / (MOST_EXTRAPOLATED * longest)))
+    # Without a known use of the cache, its cost is part of each sequence's.
+    prior[2, 2] = NOISE * fullest / (KV_PART * longest) if fullest else 1e3 / longest
+    rows = np.vstack([parts / seconds[:, None], prior])
+    target = np.concatenate([np.ones(len(points)), np.zeros(3)])
+    costs = _not_negative(rows, target)
+    scatter = math.sqrt(float(((rows @ costs - target) ** 2).sum()) / max(1, len(points) - 2))
+    variance = float(np.linalg.inv(rows.T @ rows).sum())
+    error = max(NOISE, scatter) * math.sqrt(max(0.0, variance))
+    return float(costs.sum()) if error <= MOST_ERROR * costs.sum() else None
+
+
+def _not_negative(rows: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Least squares with no solution below 0, by trying every choice of columns."""
+    width = rows.shape[1]
+    best, best_error = np.zeros(width), math.inf
+    for chosen in (each for n in range(1, width + 1) for each in combinations(range(width), n)):
+        found = np.zeros(width)
+        found[list(chosen)] = np.linalg.lstsq(rows[:, chosen], target, rcond=None)[0]
+        error = float(((rows @ found - target) ** 2).sum())
+        if found.min() >= 0 and error < best_error:
+            best, best_error = found, error
+    return best
 
 
 @dataclass(frozen=True)
@@ -138,7 +196,7 @@ class EngineCapacity:
             self._curve.hold(step.running, step.kv_use)
         # The beginning of the first step after a time without work is not known.
         if before is not None:
-            self._curve.add(step.tokens, now - before)
+            self._curve.add(step.tokens, now - before, step.kv_use or 0.0)
         self._ended[step.engine] = None if step.running == 0 and not step.waiting else now
 
     def ceiling(self) -> float | None:

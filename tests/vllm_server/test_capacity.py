@@ -16,18 +16,92 @@ FIXED_S, EACH_S = 1.83e-3, 2.92e-5
 """A 0.5B model on one H100: 17,300 tokens a second at 64 requests, 23,000 at 128, 31,300 at 512."""
 
 
+# Seconds of a step of one sequence that fills the KV cache, and the share that a sequence takes.
+KV_S, SHARE = 2.0e-2, 1 / 4000
+
+
 def curve(
     slots: int, sequences: list[int], *, fixed: float = FIXED_S, each: float = EACH_S
 ) -> StepCurve:
     """A curve of steps with these numbers of sequences, a third of them slowed down by a
     neighbour."""
-    found, rng = StepCurve(slots), random.Random(1)
+    found = StepCurve(slots)
     for n in sequences:
-        one = fixed + each * n
-        for at in range(int(8.0 / one)):
-            slow = 2.0 if at * one % 2.0 < 0.7 else 1.0
-            found.add(n, one * slow * rng.uniform(0.98, 1.02))
+        run(found, n, fixed + each * n)
     return found
+
+
+def run(
+    found: StepCurve,
+    sequences: int,
+    step_s: float,
+    *,
+    kv_use: float = 0.0,
+    seconds: float = 8.0,
+    shared: float = 0.35,
+) -> None:
+    """Add steps of this length, slower in the share `shared` of every two seconds."""
+    rng, now = random.Random(1), 0.0
+    while now < seconds:
+        slow = 2.0 if now % 2.0 < 2.0 * shared else 1.0
+        now += (one := step_s * slow * rng.uniform(0.98, 1.02))
+        found.add(sequences, one, kv_use)
+        found.hold(sequences, kv_use)
+
+
+RAMP = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+
+
+@pytest.mark.parametrize("most", [360, 512, 1024])
+def test_a_constant_number_of_sequences_is_read_with_the_ramp_before_it(most: int) -> None:
+    found = StepCurve(most)
+    for n in RAMP:
+        run(found, n, FIXED_S + EACH_S * n, seconds=3.0, shared=0.0)
+    for _ in range(10):  # far more samples than one bin keeps
+        run(found, 300, FIXED_S + EACH_S * 300, seconds=20.0)
+    assert found.ceiling() == pytest.approx(most / (FIXED_S + EACH_S * most), rel=0.03)
+
+
+def test_half_as_many_more_sequences_are_contrast_enough_nearby() -> None:
+    assert curve(512, [200, 300]).ceiling() == pytest.approx(
+        512 / (FIXED_S + EACH_S * 512), rel=0.03
+    )
+    assert curve(1024, [300]).ceiling() is None, "one level says nothing about three times as many"
+
+
+@pytest.mark.parametrize("longer", [1, 2, 4])
+def test_the_ceiling_follows_the_length_of_sequences(longer: int) -> None:
+    """Those of the ramp were short; the cost of the KV cache grows with length."""
+    found = StepCurve(1024)
+    for n in RAMP:
+        use = SHARE * n
+        run(found, n, FIXED_S + EACH_S * n + KV_S * use, kv_use=use, shared=0.0)
+    use = SHARE * longer * 300
+    run(found, 300, FIXED_S + EACH_S * 300 + KV_S * use, kv_use=use, seconds=60.0)
+    most = min(1024.0, 1 / (SHARE * longer))
+    seconds = FIXED_S + EACH_S * most + KV_S * SHARE * longer * most
+    assert found.most == pytest.approx(most)
+    assert found.ceiling() == pytest.approx(most / seconds, rel=0.03)
+
+
+def test_a_rate_of_short_sequences_is_no_ceiling_for_long_ones() -> None:
+    found = StepCurve(64)
+    run(found, 64, 0.01, kv_use=0.05)
+    run(found, 16, 0.01, kv_use=0.95, seconds=60.0)
+    ceiling = found.ceiling()
+    assert found.most == pytest.approx(16 / 0.95)
+    assert ceiling is not None and ceiling < 2000, "64 short ones made 6,400 tokens a second"
+
+
+@pytest.mark.parametrize(("shared", "off"), [(0.0, 0.03), (0.6, 0.03), (0.8, 0.12), (0.95, 0.2)])
+def test_a_trainer_on_the_same_gpu_lowers_the_ceiling_only_if_it_never_rests(
+    shared: float, off: float
+) -> None:
+    found = StepCurve(512)
+    for n in RAMP:
+        run(found, n, FIXED_S + EACH_S * n, seconds=3.0, shared=0.0)
+    run(found, 300, FIXED_S + EACH_S * 300, seconds=60.0, shared=shared)
+    assert found.ceiling() == pytest.approx(512 / (FIXED_S + EACH_S * 512), rel=off)
 
 
 def test_few_sequences_with_their_cost_tell_the_rate_at_many() -> None:
