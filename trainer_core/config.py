@@ -578,15 +578,24 @@ def _mode_contradictions(config: TrainingConfig) -> Iterator[str]:
         yield f"--engine-reload does nothing with --weight-bridge-mode {mode}"
 
 
+def never_filled(config: TrainingConfig, group_size: int) -> str:
+    """Return why groups of this size never fill a batch; empty if they do."""
+    # run-api forms batches of whole groups.
+    total, steps = config.sequences_per_step, config.gradient_accumulation_steps
+    if total % group_size == 0:
+        return ""
+    # Name the factors if there are several, since either can be changed.
+    factor = f" x --gradient-accumulation-steps {steps} = {total}" if steps > 1 else ""
+    return (
+        f"--batch-size {config.batch_size}{factor} is not a multiple of the group size "
+        f"{group_size}, so run-api would never fill a batch"
+    )
+
+
 def _batch_contradictions(config: TrainingConfig) -> Iterator[str]:
     batch = config.sequences_per_step
-    # run-api forms batches of whole groups.
-    if config.group_size and batch % config.group_size:
-        yield (
-            f"--batch-size {config.batch_size} x --gradient-accumulation-steps "
-            f"{config.gradient_accumulation_steps} = {batch} sequences is not a multiple of "
-            f"--group-size {config.group_size}: run-api would never fill a batch"
-        )
+    if config.group_size and (reason := never_filled(config, config.group_size)):
+        yield reason
     if config.minibatches > batch:
         yield (
             f"--minibatches {config.minibatches} is more than the {batch} sequences of a batch "

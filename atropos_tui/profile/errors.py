@@ -257,13 +257,15 @@ def _explained(
             yield "unknown key", _fix_of_unknown_key(path, known, schema), ""
     elif kind == "value_error":
         for line in str(item["msg"]).removeprefix("Value error, ").splitlines():
-            # The trainer's messages name flags (--batch-size); a profile has keys (batch_size).
-            reason, _, fix = re.sub(
-                r"--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), line
-            ).partition("; ")
+            reason, _, fix = as_keys(line).partition("; ")
             yield printable(reason), fix or "change one of the named keys", ""
     else:
         yield (*_reason_and_fix(path, item, data, schema), "")
+
+
+def as_keys(message: str) -> str:
+    """Replace the trainer's flags (`--batch-size`) by keys of a profile (`batch_size`)."""
+    return re.sub(r"--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), message)
 
 
 def _fix_of_unknown_key(path: KeyPath, known: list[str], schema: Schema) -> str:

@@ -130,7 +130,7 @@ def test_all_problems_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         "--lr 'x'",
         "--training-steps '0'",
         "exclude each other",
-        "not a multiple of --group-size 7",
+        "not a multiple of the group size 7",
     ):
         assert part in lines
     assert "Traceback" not in lines

@@ -18,6 +18,7 @@ from atropos_common.protocol.bridge import LORA_RANKS, ROUTING_FLAG, server_rank
 from atropos_tui.cluster.checks import check_nodes, crowded, unused_gpus
 from atropos_tui.errors import Problem
 from atropos_tui.profile.errors import (
+    as_keys,
     counted,
     gpu_named_twice,
     key_text,
@@ -42,7 +43,7 @@ from atropos_tui.profile.site import (
     traits_of,
 )
 from atropos_tui.profile.spec import ComponentSpec, StackSpec, dependency_faults, references
-from trainer_core.config import TrainingConfig, sharding_contradictions
+from trainer_core.config import TrainingConfig, never_filled, sharding_contradictions
 
 MAX_REASON = 1000
 """Characters of a reason or fix: both may quote the profile."""
@@ -474,22 +475,15 @@ def _server_types(profile: Profile) -> Iterator[Problem]:
 
 
 def _groups(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
-    """The batch must be a multiple of every group size: run-api fills no other."""
-    total = settings.sequences_per_step
     sizes = [
         size for env in profile.env if isinstance(size := env.args.get("env.group_size", 1), int)
     ]
     for index, env in enumerate(profile.env):
         size = env.args.get("env.group_size", 1)
         assert isinstance(size, int)  # EnvSection validates it
-        if total % size:
-            # Name the factors if there are several, since either can be changed.
-            batch = f"batch_size {settings.batch_size}"
-            if (each := settings.gradient_accumulation_steps) > 1:
-                batch = f"{batch} x gradient_accumulation_steps {each} = {total}"
+        if reason := never_filled(settings, size):
             yield Problem(
-                f"{batch} is not a multiple of {env.name}'s group size {size}, so run-api "
-                f"could never fill a batch",
+                as_keys(reason),
                 f"set {batches_that_fill(settings, sizes)}, or another env.group_size",
                 key=f"env.{index}.args.env.group_size",
             )

@@ -20,12 +20,13 @@ from atropos_common.models.engine_release import version_of
 from atropos_common.system.files import read_regular
 from atropos_tui.errors import Problem
 from atropos_tui.profile.checks.consistency import batches_that_fill
-from atropos_tui.profile.errors import counted, in_braces, nearest_names
+from atropos_tui.profile.errors import as_keys, counted, in_braces, nearest_names
 from atropos_tui.profile.plan import config_file, is_ours, resolve_path
 from atropos_tui.profile.sections import EngineSection, EnvSection
 from atropos_tui.profile.site import Site, engine_model, env_engines, env_node, training_config
 from atropos_tui.profile.source import EnvSource, class_fields, find_module, is_hostable, names_in
 from atropos_tui.profile.spec import references
+from trainer_core.config import never_filled
 
 PIP_NAMES = {
     "bs4": "beautifulsoup4",
@@ -206,13 +207,16 @@ def _group_size(site: Site, env: EnvSection, source: EnvSource, key: str) -> Ite
         or not isinstance(size, int)
     ):
         return
+    yield from _misfit(site, source.path.name, size, f"{key}.{_program_key(env)}")
+
+
+def _misfit(site: Site, file: str | Path, size: int, key: str) -> Iterator[Problem]:
     settings = training_config(site)
-    if size > 0 and settings.sequences_per_step % size:
+    if size > 0 and (reason := never_filled(settings, size)):
         yield Problem(
-            f"{source.path.name} sets group_size {size}, but the {settings.sequences_per_step} "
-            "sequences of a step are not a multiple of it, so run-api could never fill a batch",
+            f"{file} sets group_size {size}: {as_keys(reason)}",
             f"set {batches_that_fill(settings, [size])}, or env.group_size below [env.args]",
-            key=f"{key}.{_program_key(env)}",
+            key=key,
         )
 
 
@@ -285,22 +289,9 @@ def _environment_config(site: Site, env: EnvSection, path: Path, key: str) -> It
             key=key,
         )
     size = (data.get("env") or {}).get("group_size")
-    settings = training_config(site)
-    total = settings.sequences_per_step
     ours = site.profile.trainer.command is None
-    if (
-        ours
-        and isinstance(size, int)
-        and size > 0
-        and "env.group_size" not in env.args
-        and total % size
-    ):
-        yield Problem(
-            f"{path} sets group_size {size}, but the {total} sequences of a step are not a "
-            f"multiple of it",
-            f"set {batches_that_fill(settings, [size])}, or env.group_size below [env.args]",
-            key=key,
-        )
+    if ours and isinstance(size, int) and "env.group_size" not in env.args:
+        yield from _misfit(site, path, size, key)
 
 
 # Importing vLLM for its flags would take 10 to 30 s.

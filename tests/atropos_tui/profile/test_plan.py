@@ -363,7 +363,7 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
                 ]
             },
             "env.1.args.env.group_size",
-            "b's group size 3",
+            "the group size 3",
             "env.group_size",
         ),
         # Recorded rollouts

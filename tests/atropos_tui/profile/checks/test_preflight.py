@@ -368,7 +368,7 @@ def test_the_eight_bit_optimizer_needs_its_package(monkeypatch: pytest.MonkeyPat
     [
         ("env:\n  group_size: 8\n", None),
         ("", "has no `env:`"),
-        ("env:\n  group_size: 5\n", "16 sequences of a step are not a multiple"),
+        ("env:\n  group_size: 5\n", "is not a multiple of the group size 5"),
         ("openai:\n- {base_url: a}\n- {base_url: b}\n", "lists 2 servers"),
         ("openai:\n- {base_url: a}\n", None),
         ("- 1\n", "has no `env:`"),

@@ -91,7 +91,7 @@ def found(text: str, script: str = "mine.py", *, chats: bool = True, **env: Any)
         ),
         (
             ENV.replace("group_size=4", "group_size=5") + CLI,
-            "sets group_size 5, but the 16 sequences of a step",
+            "sets group_size 5: batch_size",
             "trainer.batch_size = 15 or 20",
         ),
     ],
