@@ -382,6 +382,7 @@ class StepRecord(TrainerRecord):
             "left out. A group of unknown size counts as one"
         ),
     ] = Field(default_factory=dict)
+    skipped_sequences: Annotated[int, Metric("Sequences left out: the sum of `left_out`")] = 0
     faults_by_env: Annotated[
         dict[str, dict[str, int]],
         Metric("Malformed sequences of `left_out`, by environment and reason"),
@@ -395,6 +396,15 @@ class StepRecord(TrainerRecord):
     policy_lag_bound: Annotated[
         int | None,
         Metric("Bound that left out the newest sequence of `too_old`; `null` if none was left out"),
+    ] = None
+    skipped_update: Annotated[
+        bool,
+        Metric("`true`: loss or gradient was not finite, so the weights stayed as they were"),
+    ] = False
+    groups: Annotated[int | None, Metric("Well-formed groups of the batch")] = None
+    flat_groups: Annotated[
+        int | None,
+        Metric("Groups of `groups` with equal scores; of a group of one: without an advantage"),
     ] = None
     groups_by_env: Annotated[
         dict[str, int], Metric("Well-formed groups of the batch by environment")

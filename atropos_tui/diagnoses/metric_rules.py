@@ -321,8 +321,7 @@ def groups_flat(record: StepRecord) -> str | None:
 
 
 def _groups(record: StepRecord) -> tuple[int, int]:
-    extra = record.model_extra or {}
-    return extra.get("groups") or 0, extra.get("flat_groups") or 0
+    return record.groups or 0, record.flat_groups or 0
 
 
 def _all_flat(record: StepRecord) -> bool:

@@ -84,7 +84,7 @@ def step_records(
             completion_tokens_mean=3.0 + step / 40,
             truncated_fraction=0.25,
             groups=16,
-            flat_groups=min(step // 4, 12),  # type: ignore[arg-type]
+            flat_groups=min(step // 4, 12),
         ),
         AlignmentRecord(
             **common,

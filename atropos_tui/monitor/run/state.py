@@ -201,6 +201,9 @@ class RunState:
         if isinstance(record, StepRecord):
             self.step = max(self.step, record.step)
             self.newest_steps.append(record)
+            if record.groups:
+                useful = 1 - real(record.flat_groups or 0) / real(record.groups)
+                self._put(self.series, USEFUL_GROUPS, record.step, useful, record.time)
         elif isinstance(record, TimingRecord):
             self._put_sums(record)
         elif isinstance(record, AlignmentRecord):
@@ -247,8 +250,6 @@ class RunState:
 
     def _put_unnamed(self, record: TrainerRecord, more: dict[str, Any]) -> None:
         found = {name: value for name, value in more.items() if type(value) in (int, float)}
-        if groups := found.get("groups"):
-            found[USEFUL_GROUPS] = 1 - real(found.get("flat_groups", 0)) / real(groups)
         for name, value in found.items():
             self._put(self.series, name, record.step, value, record.time)
 
