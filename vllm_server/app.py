@@ -49,7 +49,7 @@ from vllm_server.config import (
     require_own_folder,
 )
 from vllm_server.generate import Generator
-from vllm_server.recorded import Experts, RoutingKeeper, RoutingStore, record
+from vllm_server.recorded import Experts, RoutingRecorder, RoutingStore, record
 from vllm_server.weights import broadcast, reload
 from vllm_server.weights.graph_check import UnsafeGraphs, stale_kinds
 
@@ -166,15 +166,15 @@ async def serve(config: ServerConfig, args: Namespace) -> int:
         address, sock = compat.setup_server(args, reuse_port=reuse)
     async with start_engine(args, why_not, sock) as engine:
         app = await build(config, args, engine, address)
-        door: Access = app.state.atropos_door  # vLLM takes the state off its app at the end
+        access: Access = app.state.atropos_access  # vLLM takes the state off its app at the end
         reach(READY)
         logger.info("ready after %.1f s on %s", time.monotonic() - began, address)
         if not args.uds:  # accept connections; from here on no other process can bind the port
             with _taking_the_port(args):
                 ports.listen(sock)
-        shutdown = await compat.serve_http(app, sock, args, limited=not door.for_everyone)
+        shutdown = await compat.serve_http(app, sock, args, limited=not access.for_everyone)
         # A dying engine's process may run a little longer, so ask only whether a signal came.
-        requested = door.ending
+        requested = access.ending
     try:
         await shutdown
     finally:
@@ -241,8 +241,8 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
     bridge = WeightBridge(
         engine, config=config, gate=gate, model=str(args.model), vllm_version=compat.vllm_version()
     )
-    keeper = await record_routing(bridge, args) if args.records_routing else None
-    engine.generate = record(engine.generate, bridge.completions, bridge.history, keeper)
+    recorder = await record_routing(bridge, args) if args.records_routing else None
+    engine.generate = record(engine.generate, bridge.completions, bridge.history, recorder)
     names = args.served_model_name or [args.model]
     adapters = lora.ServedAdapters(bridge, app.state.openai_serving_models, config.run_dir)
     generator = Generator(
@@ -278,7 +278,7 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
     app.state.atropos_sampling_policy = config.sampling
     app.state.atropos_sampling = refusals.served_defaults(engine.model_config)
     public = not is_loopback(args.host or "")
-    app.state.atropos_door = Access(
+    app.state.atropos_access = Access(
         config.token,
         allowed_hosts(args.host, config.allowed_hosts),
         gate,
@@ -311,7 +311,7 @@ def measure_capacity(engine: Any, slots: int) -> EngineCapacity | None:
     return capacity if compat.hear_steps(engine, capacity.step) else None
 
 
-async def record_routing(bridge: WeightBridge, args: Namespace) -> RoutingKeeper:
+async def record_routing(bridge: WeightBridge, args: Namespace) -> RoutingRecorder:
     """Record the experts that every completion uses.
 
     Raises:
@@ -319,7 +319,7 @@ async def record_routing(bridge: WeightBridge, args: Namespace) -> RoutingKeeper
     """
     bridge.routing, engine = RoutingStore(), bridge.engine
     if not compat.is_cpu():
-        return RoutingKeeper(bridge.routing, None)
+        return RoutingRecorder(bridge.routing, None)
     reasons = filter(None, await engine.collective_rpc("atropos_record_routing"))
     if reason := next(reasons, None):
         raise ConfigError(f"--{ROUTING_FLAG} with --model {args.model}: {reason}")
@@ -329,7 +329,7 @@ async def record_routing(bridge: WeightBridge, args: Namespace) -> RoutingKeeper
         data, shape, kind = next((each for each in answers if each), (None, None, None))
         return None if data is None else np.frombuffer(data, kind).reshape(shape)
 
-    return RoutingKeeper(bridge.routing, ask)
+    return RoutingRecorder(bridge.routing, ask)
 
 
 async def require_safe_graphs(engine: Any, generator: Generator, *, eager: bool) -> None:

@@ -182,7 +182,7 @@ ENGINE_DIED = (
 
 @dataclass
 class Access:
-    """State of `AuthMiddleware`, as `app.state.atropos_door`."""
+    """State of `AuthMiddleware`, as `app.state.atropos_access`."""
 
     token: str
     hosts: frozenset[str]
@@ -195,7 +195,7 @@ class Access:
     held_bytes: int = 0
     """Bytes of the bodies that wait for the hold."""
     budget: BodyBudget = field(default_factory=lambda: BodyBudget(MAX_HELD))
-    foreign_room: BodyBudget = field(default_factory=lambda: BodyBudget(MAX_FOREIGN))
+    foreign_budget: BodyBudget = field(default_factory=lambda: BodyBudget(MAX_FOREIGN))
     """For bodies over connections of others."""
     signals: tuple[signal.Signals, ...] = ()
     """Signals to watch; empty once they are watched."""
@@ -244,18 +244,18 @@ class AuthMiddleware:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        door: Access = scope["app"].state.atropos_door
+        access: Access = scope["app"].state.atropos_access
         if scope["type"] == "lifespan":
-            door.watch_signals()
+            access.watch_signals()
             await self.app(scope, receive, send)
             return
         connection = connection_of(scope)
         with connection.request() if connection else nullcontext():
-            await self._request(door, connection, scope, receive, send)
+            await self._request(access, connection, scope, receive, send)
 
     async def _request(
         self,
-        door: Access,
+        access: Access,
         connection: Connection | None,
         scope: Scope,
         receive: Receive,
@@ -263,15 +263,15 @@ class AuthMiddleware:
     ) -> None:
         headers = Headers(scope=scope)
         kind = path_kind(route_path(scope))
-        trusted = has_token(headers, door.token)
-        own = trusted or door.for_everyone or (connection is not None and connection.own)
+        trusted = has_token(headers, access.token)
+        own = trusted or access.for_everyone or (connection is not None and connection.own)
         # The key is compared only on connections that are not the run's own yet.
-        own = own or carries_key(headers.get("authorization"), door.keys)
+        own = own or carries_key(headers.get("authorization"), access.keys)
         if connection and own:
             connection.prove()
-        refusal = _refusal(door, scope, headers, kind, trusted=trusted, own=own)
+        refusal = _refusal(access, scope, headers, kind, trusted=trusted, own=own)
         if refusal is None and scope["type"] == "http":
-            budget = None if trusted else door.budget if own else door.foreign_room
+            budget = None if trusted else access.budget if own else access.foreign_budget
             timeout_s = connection.body_timeout_s if connection else None
             try:
                 scope, receive = await read_body(scope, receive, MAX_BODY, budget, timeout_s)
@@ -279,12 +279,12 @@ class AuthMiddleware:
                 return
             except BodyError as error:
                 refusal = error_response(error.status, str(error))
-        if refusal is None and kind == "generation" and door.gate.held and not trusted:
-            await self._hold(door, scope, receive, send)
+        if refusal is None and kind == "generation" and access.gate.held and not trusted:
+            await self._hold(access, scope, receive, send)
         elif refusal is None:
             # The trainer's logprob probes carry the token: an engine with only those is idle.
-            with door.load.request() if kind == "generation" and not trusted else nullcontext():
-                await self._answer(door, scope, receive, send)
+            with access.load.request() if kind == "generation" and not trusted else nullcontext():
+                await self._answer(access, scope, receive, send)
         elif scope["type"] == "websocket":
             await receive()
             await send({"type": "websocket.close", "code": 1008})
@@ -292,14 +292,16 @@ class AuthMiddleware:
             refusal.headers["Connection"] = "close"  # the rest of the request is not read
             await refusal(scope, receive, send)
 
-    async def _hold(self, door: Access, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _hold(self, access: Access, scope: Scope, receive: Receive, send: Send) -> None:
         """Keep the request's body until the release, the client's end or the timeout."""
         body: list[Message] = []
-        release = asyncio.ensure_future(door.gate.wait())
-        listen = asyncio.ensure_future(_collect(receive, body, door))
+        release = asyncio.ensure_future(access.gate.wait())
+        listen = asyncio.ensure_future(_collect(receive, body, access))
         try:
             await asyncio.wait(
-                {release, listen}, timeout=door.hold_timeout_s, return_when=asyncio.FIRST_COMPLETED
+                {release, listen},
+                timeout=access.hold_timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
             )
             released = release.done()
             gone = listen.done() and not released
@@ -308,7 +310,7 @@ class AuthMiddleware:
             release.cancel()
             listen.cancel()
             await asyncio.gather(listen, release, return_exceptions=True)
-            door.held_bytes -= _size(body)
+            access.held_bytes -= _size(body)
         if gone and not full:
             return
         if not released:
@@ -319,10 +321,10 @@ class AuthMiddleware:
             await response(scope, receive, send)
             return
         # Counted only now: a request that waits for the hold is not in flight.
-        with door.load.request():
-            await self._answer(door, scope, replayed(body, receive), send)
+        with access.load.request():
+            await self._answer(access, scope, replayed(body, receive), send)
 
-    async def _answer(self, door: Access, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, access: Access, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on the route's answer; without an engine replace a failure by 503 and the reason."""
         answered: Literal["no", "by the route", "by us"] = "no"
 
@@ -330,7 +332,7 @@ class AuthMiddleware:
         async def send_or_replace(message: Message) -> None:
             nonlocal answered
             if answered == "no" and message["type"] == "http.response.start":
-                gone = door.gone() if message["status"] >= 400 else None
+                gone = access.gone() if message["status"] >= 400 else None
                 answered = "by us" if gone else "by the route"
                 if gone:
                     await error_response(GONE_STATUS, gone)(scope, receive, send)
@@ -340,7 +342,7 @@ class AuthMiddleware:
         try:
             await self.app(scope, receive, send_or_replace)
         except Exception:
-            gone = door.gone()
+            gone = access.gone()
             if gone is None or answered == "by the route" or scope["type"] != "http":
                 raise
             if answered == "no":
@@ -350,21 +352,23 @@ class AuthMiddleware:
 # `trusted`: the request carries the run's token. `own`: its connection is the run's own, or it
 # carries a key. The body is not read yet.
 def _refusal(
-    door: Access, scope: Scope, headers: Headers, kind: Kind, *, trusted: bool, own: bool
+    access: Access, scope: Scope, headers: Headers, kind: Kind, *, trusted: bool, own: bool
 ) -> JSONResponse | None:
     path = route_path(scope)
-    misnamed = host_refusal(headers.get("host"), door.hosts) or page_refusal(headers, door.hosts)
+    misnamed = host_refusal(headers.get("host"), access.hosts) or page_refusal(
+        headers, access.hosts
+    )
     if misnamed:
         return error_response(*misnamed)
     if kind == "control" and not trusted:
         fix = f"send the run's token in the header {TOKEN_HEADER}"
         return error_response(403, f"{path} is a control route (or unknown): {fix}")
-    if not own and door.needs_key(kind, path):
-        return error_response(*(key_refusal("vLLM") if door.public else (401, OTHER_USER)))
-    if kind != "open" and (wrong_server := _check_server(headers, door)):
+    if not own and access.needs_key(kind, path):
+        return error_response(*(key_refusal("vLLM") if access.public else (401, OTHER_USER)))
+    if kind != "open" and (wrong_server := _check_server(headers, access)):
         return wrong_server
-    if door.gate.refusal and (path == "/health" or (kind == "generation" and not trusted)):
-        return error_response(503, door.gate.refusal)
+    if access.gate.refusal and (path == "/health" or (kind == "generation" and not trusted)):
+        return error_response(503, access.gate.refusal)
     return None
 
 
@@ -375,20 +379,20 @@ OTHER_USER = (
 )
 
 
-def _check_server(headers: Headers, door: Access) -> JSONResponse | None:
+def _check_server(headers: Headers, access: Access) -> JSONResponse | None:
     meant = headers.get(INSTANCE_HEADER)
-    if meant is not None and meant != door.instance_id:
-        now = f"this is {door.instance_id} in its place"
+    if meant is not None and meant != access.instance_id:
+        now = f"this is {access.instance_id} in its place"
         return error_response(GONE_STATUS, f"server {meant} is gone; {now}")
-    return error_response(GONE_STATUS, ENDING) if door.ending else None
+    return error_response(GONE_STATUS, ENDING) if access.ending else None
 
 
 # Until the client leaves; False if all held bodies together are too large.
-async def _collect(receive: Receive, into: list[Message], door: Access) -> bool:
-    while door.held_bytes <= MAX_HELD:
+async def _collect(receive: Receive, into: list[Message], access: Access) -> bool:
+    while access.held_bytes <= MAX_HELD:
         message = await receive()
         into.append(message)
-        door.held_bytes += _size([message])
+        access.held_bytes += _size([message])
         if message["type"] in ("http.disconnect", "websocket.disconnect"):
             return True
     return False

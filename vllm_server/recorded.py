@@ -183,7 +183,7 @@ def _known(experts: Experts | None) -> KnownRouting | None:
     return KnownRouting(shape=(tokens, layers, chosen), wide=experts.itemsize == 2, data=data)
 
 
-class RoutingKeeper:
+class RoutingRecorder:
     """Moves expert choices from engine outputs into the store.
 
     Args:
@@ -219,8 +219,8 @@ class RoutingKeeper:
 class KeptRequest:
     """Follows the outputs of one request; with `deltas` each output brings only new tokens."""
 
-    def __init__(self, keeper: RoutingKeeper, *, deltas: bool) -> None:
-        self._keeper = keeper
+    def __init__(self, recorder: RoutingRecorder, *, deltas: bool) -> None:
+        self._recorder = recorder
         self._deltas = deltas
         self._token_ids: defaultdict[int, list[int]] = defaultdict(list)
         self._done: set[int] = set()
@@ -235,7 +235,7 @@ class KeptRequest:
             ended = completion.finish_reason not in (None, "abort")
             if ended and completion.index not in self._done:
                 self._done.add(completion.index)
-                await self._keeper.keep(output, completion, ids)
+                await self._recorder.keep(output, completion, ids)
 
 
 def _of_output(output: Any, completion: Any, prompt: int) -> NDArray[Any] | None:
@@ -251,7 +251,7 @@ def record(
     generate: Callable[..., AsyncIterator[Any]],
     store: CompletionStore,
     history: VersionHistory,
-    routing: RoutingKeeper | None = None,
+    routing: RoutingRecorder | None = None,
 ) -> Callable[..., AsyncIterator[Any]]:
     """Wrap the engine's `generate`: request logprobs if the caller does not, and keep the
     results."""

@@ -17,7 +17,7 @@ import httpx
 
 from atropos_common.net.ports import is_loopback
 from atropos_common.protocol.bridge import TOKEN_HEADER
-from atropos_common.system.run_dir import ENV_ALLOWED_HOSTS, ENV_DOOR_KEY
+from atropos_common.system.run_dir import ENV_ALLOWED_HOSTS, ENV_RUN_KEY
 
 # Below uvicorn's 5 s: with an equal expiry, a request at that moment is lost. A client with its own
 # transport ignores `limits`: pass them to the transport.
@@ -49,13 +49,14 @@ KEY_USER = "atropos"
 
 def run_key(token: str) -> str:
     """Key of a run, from which its token cannot be computed."""
-    # One-way: an environment that has the key cannot compute the token.
+    # One-way: an environment that has the key cannot compute the token. The label stays as it is,
+    # since a running stack and a newer command must derive the same key.
     return hmac.digest(token.encode(), b"door", "sha256").hex()
 
 
 def key_headers(env: Mapping[str, str]) -> dict[str, str]:
     """Headers of a component for the run's servers; empty on a single machine."""
-    return {"Authorization": f"Bearer {key}"} if (key := env.get(ENV_DOOR_KEY)) else {}
+    return {"Authorization": f"Bearer {key}"} if (key := env.get(ENV_RUN_KEY)) else {}
 
 
 def accepted_keys(bound: str, token: str) -> frozenset[str]:

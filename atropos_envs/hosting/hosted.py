@@ -28,7 +28,7 @@ from atropos_common.protocol.records import (
     UNSENDABLE,
 )
 from atropos_common.protocol.stages import REGISTERED, SET_UP, reach
-from atropos_common.system.run_dir import ENV_DOOR_KEY, ENV_ENGINE_URLS, ENV_REFILL
+from atropos_common.system.run_dir import ENV_ENGINE_URLS, ENV_REFILL, ENV_RUN_KEY
 from atropos_envs import Dismissed, EnvFault
 from atropos_envs.hosting.engine_client import EngineGate, EngineRefused, begin_group
 from atropos_envs.hosting.evaluation import EvalLog, Tally, component_name, eval_path
@@ -125,7 +125,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
     def __init__(
         self, config: Any, server_configs: Any, slurm: bool = False, testing: bool = False
     ) -> None:
-        key = os.environ.get(ENV_DOOR_KEY, "")
+        key = os.environ.get(ENV_RUN_KEY, "")
         config, server_configs = with_run_key(config, server_configs, key)
         try:
             super().__init__(config, server_configs, slurm=slurm, testing=testing)

@@ -62,7 +62,7 @@ def ascii_json(text: str) -> str:
     return _BEYOND_ASCII.sub(lambda found: json.dumps(found.group())[1:-1], text)
 
 
-INKS: dict[Tone, str] = {"good": "32", "busy": "36", "warn": "33", "bad": "31", "dim": "2"}
+ANSI_COLOURS: dict[Tone, str] = {"good": "32", "busy": "36", "warn": "33", "bad": "31", "dim": "2"}
 """Colours of the terminal's own palette; a glyph carries the same meaning without colour."""
 _STATES = re.compile(f"(?<=  )(?:{'|'.join(re.escape(glyph_and_word(state)) for state in State)})")
 """State words in a column; in a sentence they are ordinary words."""
@@ -76,7 +76,7 @@ def has_colour() -> bool:
 
 
 def inked(text: str, tone: Tone) -> str:
-    return f"\x1b[{INKS[tone]}m{text}\x1b[0m" if has_colour() else text
+    return f"\x1b[{ANSI_COLOURS[tone]}m{text}\x1b[0m" if has_colour() else text
 
 
 def painted(text: str) -> str:

@@ -6,8 +6,8 @@ stdin and stdout carry frames; the command line has no secrets. It first writes 
 login shell may print before it. The first frame is one of two:
 
 - `start` with a job: start the component, send `kept` (pids), later `output`, `exit`, `left`,
-`stuck` and `beat`. It reads `end` (signal and grace period), `hurry`, `measure` and `beat`. When no
-process is left, it sends `gone` and exits.
+`stuck` and `heartbeat`. It reads `end` (signal and grace period), `hurry`, `measure` and
+`heartbeat`. When no process is left, it sends `gone` and exits.
 - `sweep` with a job: kill what a killed node agent has left, send `gone`, exit.
 
 At the end of stdin, or after `OWNER_S` without a frame, the component is killed. Programs reach the
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from atropos_common.system.files import scratch_below
 from atropos_common.system.run_dir import ENV_CONTROL_SOCKET, LONGEST_SOCKET
 from atropos_tui.cluster.frames import Connection, Frame
-from atropos_tui.cluster.outbox import Beats, Channels, Outbox
+from atropos_tui.cluster.outbox import Channels, Heartbeats, Outbox
 from atropos_tui.profile import redact
 from atropos_tui.supervisor import bare
 from atropos_tui.supervisor.journal.tracker import Tracker, UseMeter
@@ -55,11 +55,11 @@ if TYPE_CHECKING:
 ARGUMENTS = bare(__name__)
 """Arguments for the Python of the node."""
 MAGIC = b"\natropos-line 1\n"
-BEAT_S = 2.0
+HEARTBEAT_S = 2.0
 OWNER_S = 60.0
 """Supervisor timeout in seconds: a killed srun leaves stdin open."""
-OWNER_BEAT_S = 3.0
-"""Seconds between two beats of an idle supervisor."""
+OWNER_HEARTBEAT_S = 3.0
+"""Seconds between two heartbeats of an idle supervisor."""
 SURVEY_S = 5.0
 """Seconds between two surveys of members and their files in /dev/shm."""
 SWEEP_S = 8.0
@@ -107,7 +107,7 @@ class NodeAgent:
         self._leaves = [Path(path) for path in job["clears"]]
 
     async def serve(self) -> None:
-        beats = Beats(BEAT_S, lambda: [self._out])
+        heartbeats = Heartbeats(HEARTBEAT_S, lambda: [self._out])
         try:
             await self._start()
         except (OSError, LaunchError) as error:
@@ -119,7 +119,7 @@ class NodeAgent:
                 self._loop.create_task(work) for work in (self._watch_owner(), self._survey())
             }
             await self._over.wait()
-        beats.close()
+        heartbeats.close()
         await self._out.flush(OWNER_S)
 
     def _failed(self, error: OSError | LaunchError) -> None:
@@ -264,7 +264,7 @@ class NodeAgent:
 
     async def _watch_owner(self) -> None:
         while True:
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(HEARTBEAT_S)
             if time.monotonic() - self._frame_at > OWNER_S:
                 self._orphaned()
 

@@ -1,7 +1,7 @@
-"""Send side of a `frames.Connection` in an event loop: queue, beats, tunnelled connections.
+"""Send side of a `frames.Connection` in an event loop: queue, heartbeats, tunnelled connections.
 
-Beats come from a thread: an event loop that waits for a disk sends nothing although the process
-lives.
+Heartbeats come from a thread: an event loop that waits for a disk sends nothing although the
+process lives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_WAITING = 1024 * 1024
 """Queued bytes above which no more output is read."""
 MOST_UNREAD = 8 * 1024 * 1024
 """Bytes that a program may leave unread before its connection is cut."""
-BEAT = head("beat")
+HEARTBEAT = head("heartbeat")
 _NUMBER = struct.Struct("<I")
 
 
@@ -40,7 +40,7 @@ class Outbox:
         self._space.set()
         self._empty.set()
         self._lock = threading.RLock()
-        """Guards the queue between the event loop and the thread of `Beats`."""
+        """Guards the queue between the event loop and the thread of `Heartbeats`."""
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -50,10 +50,10 @@ class Outbox:
     def send(self, kind: str, payload: bytes = b"") -> None:
         self.write(head(kind, payload) + payload)
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         with self._lock, contextlib.suppress(OSError):
             if self._fd >= 0 and not self._waiting:
-                os.write(self._fd, BEAT)  # so few bytes are written whole or not at all
+                os.write(self._fd, HEARTBEAT)  # so few bytes are written whole or not at all
 
     def write(self, data: bytes) -> None:
         with self._lock:
@@ -116,11 +116,11 @@ class Outbox:
             self.on_space()
 
 
-class Beats:
+class Heartbeats:
     def __init__(self, every_s: float, outboxes: Callable[[], Iterable[Outbox]]) -> None:
         self._every_s, self._outboxes = every_s, outboxes
         self._over = threading.Event()
-        threading.Thread(target=self._run, name="beats", daemon=True).start()
+        threading.Thread(target=self._run, name="heartbeats", daemon=True).start()
 
     def close(self) -> None:
         self._over.set()
@@ -129,7 +129,7 @@ class Beats:
         while not self._over.wait(self._every_s):
             # This thread runs even while the event loop is blocked.
             for outbox in self._outboxes():
-                outbox.beat()
+                outbox.heartbeat()
 
 
 class Channels:

@@ -30,8 +30,8 @@ from pydantic import BaseModel, Field, TypeAdapter
 from atropos_common.protocol.control import SILENT_S, GpuStatus
 from atropos_common.system.run_dir import ENV_RUN_ID
 from atropos_tui.cluster.frames import Connection, head
-from atropos_tui.cluster.node_agent import ARGUMENTS, MAGIC, OWNER_BEAT_S
-from atropos_tui.cluster.outbox import Beats, Channels, Outbox, number_of
+from atropos_tui.cluster.node_agent import ARGUMENTS, MAGIC, OWNER_HEARTBEAT_S
+from atropos_tui.cluster.outbox import Channels, Heartbeats, Outbox, number_of
 from atropos_tui.diagnoses import Diagnosis, node_lost
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 from atropos_tui.supervisor.journal.store import FarEntry, ProcessTable
@@ -403,7 +403,7 @@ class RemoteLauncher(DirectLauncher):
         pynvml = importlib.util.find_spec("pynvml")
         self._packages = str(Path(pynvml.origin).parent) if pynvml and pynvml.origin else ""
         self._watching = asyncio.create_task(self._watch())
-        self._beats = Beats(OWNER_BEAT_S, self._outboxes)
+        self._heartbeats = Heartbeats(OWNER_HEARTBEAT_S, self._outboxes)
 
     def start(
         self,
@@ -470,7 +470,7 @@ class RemoteLauncher(DirectLauncher):
 
     def close(self) -> None:
         self._watching.cancel()
-        self._beats.close()
+        self._heartbeats.close()
         super().close()
 
     async def usage(self) -> dict[str, Usage]:

@@ -44,7 +44,7 @@ from atropos_common.protocol.control import (
     State,
     WaitResult,
 )
-from atropos_common.system.run_dir import ENV_DOOR_KEY, ENV_TOKEN, RunDir
+from atropos_common.system.run_dir import ENV_RUN_KEY, ENV_TOKEN, RunDir
 from atropos_tui.cluster.remote_launcher import (
     RemoteLauncher,
     sweep_nodes,
@@ -222,9 +222,9 @@ async def _journal(run: RunDir, run_id: str, lock: int | None) -> Journal:
 
 def _export_key(stack: StackSpec, token: str) -> None:
     """Put the key for servers that other machines reach into the environment."""
-    os.environ.pop(ENV_DOOR_KEY, None)  # it may belong to an enclosing run
+    os.environ.pop(ENV_RUN_KEY, None)  # it may belong to an enclosing run
     if stack.nodes:
-        os.environ[ENV_DOOR_KEY] = run_key(token)
+        os.environ[ENV_RUN_KEY] = run_key(token)
 
 
 class _Signals:

@@ -21,7 +21,7 @@ import pytest
 from starlette.applications import Starlette
 
 from atropos_common.net.http import accepted_keys, carries_key, run_key
-from atropos_common.system.run_dir import ENV_DOOR_KEY, ENV_TOKEN, RunDir
+from atropos_common.system.run_dir import ENV_RUN_KEY, ENV_TOKEN, RunDir
 from atropos_tui.profile.spec import ComponentSpec, HttpCheck, MetricsPolicy, Probe, Probes
 from tests.support import two_machines
 from tests.support.two_machines import OTHER, OWN
@@ -159,7 +159,7 @@ def vllm(keys: frozenset[str], held: bool = False) -> httpx.AsyncClient:
     from vllm_server.auth import GenerationHold
 
     app: Starlette = guarded_app(GenerationHold(held=held), OWN)
-    access = app.state.atropos_door
+    access = app.state.atropos_access
     access.keys, access.public, access.for_everyone = keys, True, not keys
     transport = httpx.ASGITransport(app=app, client=(OTHER, 4711))
     return httpx.AsyncClient(transport=transport, base_url=f"http://{OWN}:9001")
@@ -232,7 +232,7 @@ def test_the_trainer_and_the_supervisor_bring_the_key(monkeypatch: pytest.Monkey
         return httpx.Response(200, json={"batch_size": -1})
 
     for key, expected in ((KEY, f"Bearer {KEY}"), ("", None)):
-        monkeypatch.setenv(ENV_DOOR_KEY, key)
+        monkeypatch.setenv(ENV_RUN_KEY, key)
         api = RunApi(
             f"http://{OWN}:8000", {}, threading.Event(), transport=httpx.MockTransport(answer)
         )

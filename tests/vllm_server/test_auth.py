@@ -59,7 +59,7 @@ def guarded_app(
         middleware=[Middleware(AuthMiddleware)],
     )
     gate = gate or GenerationHold(held=False)
-    app.state.atropos_door = Access(TOKEN, allowed_hosts(host), gate, hold_timeout_s)
+    app.state.atropos_access = Access(TOKEN, allowed_hosts(host), gate, hold_timeout_s)
     return app
 
 
@@ -199,7 +199,7 @@ GENERATING = [
 @pytest.mark.parametrize("path", GENERATING)
 async def test_another_user_needs_the_key_for_what_takes_the_engines_time(path: str) -> None:
     app = guarded_app()
-    access = app.state.atropos_door
+    access = app.state.atropos_access
     access.keys = run_keys(TOKEN)
     transport = httpx.ASGITransport(app=over(app, own=False))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:9001") as http:
@@ -256,7 +256,7 @@ import uvicorn
 from atropos_common.net.connections import ConnectionLimits
 from tests.vllm_server.test_auth import guarded_app
 app = guarded_app()
-app.state.atropos_door.open = True
+app.state.atropos_access.open = True
 uvicorn.run(app, port={port}, log_level="error", http=ConnectionLimits().protocol())
 """
 
@@ -371,7 +371,7 @@ async def test_a_client_that_leaves_during_the_hold_never_reaches_the_engine() -
         sent.append(message)
 
     app = Starlette()
-    app.state.atropos_door = Access(
+    app.state.atropos_access = Access(
         TOKEN, allowed_hosts(None), GenerationHold(held=True), 5.0, open=True
     )
     scope = {
@@ -407,7 +407,7 @@ class Failing:
             routes=[Route("/{rest:path}", self.route, methods=["POST"])],
             middleware=[Middleware(AuthMiddleware)],
         )
-        self.access = app.state.atropos_door = Access(
+        self.access = app.state.atropos_access = Access(
             TOKEN, allowed_hosts(None), GenerationHold(held=False), instance_id="i-1", **access
         )  # type: ignore[arg-type]
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
@@ -460,7 +460,7 @@ async def test_a_request_for_another_server_is_not_carried_out() -> None:
     assert answer.status_code == 503 and "i-0 is gone" in answer.json()["error"]
 
 
-def test_the_door_knows_of_the_end_before_those_who_act_on_the_signal() -> None:
+def test_the_middleware_notes_the_signal_before_its_handlers() -> None:
     seen: list[bool] = []
     before = signal.signal(signal.SIGUSR1, lambda *_: seen.append(access.ending))
     try:

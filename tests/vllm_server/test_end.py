@@ -86,7 +86,7 @@ async def test_only_a_server_that_was_told_to_end_ends_well(
     engine, served = Engine(), FastAPI(lifespan=as_vllm)
     served.add_middleware(AuthMiddleware)
     served.state.engine_client = engine
-    served.state.atropos_door = Access(
+    served.state.atropos_access = Access(
         "token",
         allowed_hosts(None),
         GenerationHold(held=False),

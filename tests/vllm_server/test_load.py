@@ -61,7 +61,7 @@ async def _through_the_middleware() -> None:
         routes=[Route("/{rest:path}", answer, methods=["POST"])],
         middleware=[Middleware(AuthMiddleware)],
     )
-    access = app.state.atropos_door = Access(
+    access = app.state.atropos_access = Access(
         "secret", allowed_hosts("127.0.0.1"), GenerationHold(held=True), open=True
     )
     transport = httpx.ASGITransport(app=app)

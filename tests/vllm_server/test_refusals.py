@@ -31,7 +31,7 @@ def app(sampling: str = "refuse") -> FastAPI:
     for middleware in (PlainSampling, AuthMiddleware, Refusals):
         served.add_middleware(middleware)
     served.state.atropos_sampling_policy = sampling
-    served.state.atropos_door = Access(
+    served.state.atropos_access = Access(
         "secret", allowed_hosts("127.0.0.1"), GenerationHold(held=False), open=True
     )
 

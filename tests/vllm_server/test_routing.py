@@ -28,7 +28,7 @@ from vllm_server.recorded import (
     OVERHEAD,
     CompletionStore,
     KeptRequest,
-    RoutingKeeper,
+    RoutingRecorder,
     RoutingStore,
     SlotRecorder,
     compact,
@@ -131,7 +131,7 @@ def test_every_completion_of_a_request_is_kept(kind: str) -> None:
             yield output
 
     async def request() -> int:
-        asking = record(generate, CompletionStore(), VersionHistory(), RoutingKeeper(store, None))
+        asking = record(generate, CompletionStore(), VersionHistory(), RoutingRecorder(store, None))
         return len([output async for output in asking("p", params, "id")])
 
     assert asyncio.run(request()) == len(_outputs(kind))
@@ -159,8 +159,8 @@ def test_the_forms_of_vllm_s_versions(prompt: Any, completion: Any, kept: Any, c
     store = RoutingStore()
     done = _completion(0, [1, 2], "stop", routed_experts=completion)
     output = SimpleNamespace(outputs=[done], prompt_token_ids=PROMPT, prompt_routed_experts=prompt)
-    keeper = RoutingKeeper(store, None)
-    asyncio.run(KeptRequest(keeper, deltas=False).see(output))
+    recorder = RoutingRecorder(store, None)
+    asyncio.run(KeptRequest(recorder, deltas=False).see(output))
     assert _found(store, [1, 2]) == (None if kept is None else kept.tolist())
 
 
@@ -172,13 +172,13 @@ async def test_where_outputs_bring_none_the_worker_is_asked() -> None:
         return _experts(4)
 
     store = RoutingStore()
-    request = KeptRequest(RoutingKeeper(store, ask), deltas=False)
+    request = KeptRequest(RoutingRecorder(store, ask), deltas=False)
     for reason in (None, "stop", "stop"):
         await request.see(
             SimpleNamespace(outputs=[_completion(0, [1, 2], reason)], prompt_token_ids=PROMPT)
         )
     assert asked == [[5, 6, 7, 1, 2]] and _found(store, [1, 2]) == _experts(4).tolist()
-    aborted = KeptRequest(RoutingKeeper(store, ask), deltas=False)
+    aborted = KeptRequest(RoutingRecorder(store, ask), deltas=False)
     await aborted.see(
         SimpleNamespace(outputs=[_completion(0, [8], "abort")], prompt_token_ids=PROMPT)
     )

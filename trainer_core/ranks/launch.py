@@ -47,7 +47,7 @@ LONGEST_STOP_S = 86_400
 FAR_S = 5.0
 """Seconds for rank 0's file on another node to appear here."""
 # Rare, because the file only grows.
-SLOW_BEAT_S = 3600
+KEEP_ALIVE_S = 3600
 """Seconds between heartbeats in torchrun's file."""
 
 
@@ -109,7 +109,7 @@ def _config(count: int, file: str) -> LaunchConfig:
         rdzv_backend="c10d",
         rdzv_endpoint=file,
         local_addr="127.0.0.1",
-        rdzv_configs={"store_type": "file", "keep_alive_interval": SLOW_BEAT_S},
+        rdzv_configs={"store_type": "file", "keep_alive_interval": KEEP_ALIVE_S},
         logs_specs=DefaultLogsSpecs(log_dir=f"{file}.logs"),
         **{name: value for name, value in newer.items() if name in fields},
     )

@@ -12,7 +12,7 @@ from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 
 from atropos_api.auth import Settings
 from atropos_common.net.http import allowed_hosts, run_key
-from atropos_common.system.run_dir import ENV_DOOR_KEY
+from atropos_common.system.run_dir import ENV_RUN_KEY
 from atropos_envs import EnvFault
 from atropos_envs.arithmetic_server import ArithmeticEnv
 from atropos_envs.hosting.hosted import with_run_key
@@ -46,14 +46,14 @@ def test_the_key_is_in_an_address_only_where_a_request_is_made_of_it(
 
 
 @pytest.mark.parametrize("has_key", [True, False])
-async def test_an_environment_gets_through_the_door(
+async def test_an_environment_passes_the_auth_middleware(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_key: bool
 ) -> None:
     """Each call that atroposlib makes of run-api, on the real one."""
     save_model(build_tiny_model(), tmp_path / "model")
     auth = Settings(frozenset(), allowed_hosts("127.0.0.1"), 1 << 20, TOKEN, frozenset({KEY}))
     if has_key:
-        monkeypatch.setenv(ENV_DOOR_KEY, KEY)
+        monkeypatch.setenv(ENV_RUN_KEY, KEY)
     async with run_api(auth=auth) as url:
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as trainer:
             registration = {

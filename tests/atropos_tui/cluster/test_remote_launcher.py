@@ -21,7 +21,7 @@ from atropos_common.protocol.control import CommandRequest, State
 from atropos_common.protocol.records import DiagnosisRecord
 from atropos_tui.cluster import remote_launcher
 from atropos_tui.cluster.frames import Connection
-from atropos_tui.cluster.outbox import Beats, Outbox
+from atropos_tui.cluster.outbox import Heartbeats, Outbox
 from atropos_tui.cluster.remote_launcher import StartedThere, sweep_there
 from atropos_tui.profile.spec import Place
 from atropos_tui.supervisor.journal.store import FarEntry, ProcessTable
@@ -422,18 +422,18 @@ async def test_a_sweep_ends_what_a_killed_node_agent_has_left(
 
 async def test_beats_go_on_while_the_event_loop_waits_for_a_disk() -> None:
     """The loop stands still in here, as in a write to a folder that hangs; no frame is cut by a
-    beat."""
+    heartbeat."""
     reading, writing = os.pipe()
     outbox, line = Outbox(writing), Connection(reading, -1)
-    beats = Beats(0.02, lambda: [outbox])
+    heartbeats = Heartbeats(0.02, lambda: [outbox])
     try:
-        assert [line.receive(5) for _ in range(3)] == [("beat", b"")] * 3
+        assert [line.receive(5) for _ in range(3)] == [("heartbeat", b"")] * 3
         outbox.send("output", b"x" * 300_000)  # more than the pipe holds
-        while (found := await asyncio.to_thread(line.receive, 5)) == ("beat", b""):
+        while (found := await asyncio.to_thread(line.receive, 5)) == ("heartbeat", b""):
             pass
         assert found == ("output", b"x" * 300_000)
     finally:
-        beats.close()
+        heartbeats.close()
         outbox.close()
         line.close()
 

@@ -771,7 +771,7 @@ def test_a_variable_that_does_nothing_is_said_and_accepted() -> None:
         (["--key=${MY_TOKEN}"], "${MY_TOKEN} is in its command line"),
     ],
 )
-def test_a_command_line_that_opens_a_door_is_told(words: list[str], note: str) -> None:
+def test_a_command_line_that_opens_a_port_is_noted(words: list[str], note: str) -> None:
     quiet = ComponentSpec(
         name="quiet", command=["serve", "--host", "127.0.0.1", "--max-tokens", "7", "${HOME}"]
     )

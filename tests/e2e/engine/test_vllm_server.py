@@ -353,7 +353,7 @@ def requests_running(server: Server) -> float:
     )
 
 
-def test_the_door(server: Server) -> None:
+def test_the_auth_middleware(server: Server) -> None:
     for path in ("/bridge/info", "/lora/status", "/bridge/no-such-route"):
         assert server.get(path, token=False).status_code == 403
     assert server.post("/v1/load_lora_adapter", {}, token=False).status_code == 403
