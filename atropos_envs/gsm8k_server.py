@@ -56,7 +56,7 @@ class Gsm8kEnv(MathEnv):
         return parse_gold(row["answer"])
 
     def prompt_ids(self, row: MathProblem) -> list[int]:
-        # ManagedServer makes text first too; a direct encoding could split tokens elsewhere.
+        # Text first, as in ManagedServer: a direct encoding could give other tokens.
         text = self.tokenizer.apply_chat_template(
             _messages(row), tokenize=False, add_generation_prompt=True
         )

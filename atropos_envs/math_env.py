@@ -21,13 +21,13 @@ from atropos_envs.hosting.base import StackEnv, epochs
 from atropos_envs.hosting.evaluation import Graded
 
 RIGHT, WRONG = 1.0, -1.0
-# Length up to which a right answer costs nothing, as a share of the limit.
+# Share of the token limit up to which length does not lower the score of a right answer.
 FREE_LENGTH = 0.5
 THINK_END = "</think>"
 BOX = "\\boxed"
 # Characters of an answer that are parsed; a longer crafted one could parse for hours.
 LONGEST_ANSWER = 400
-# Limit for parsing, and for comparing, one answer; the event loop waits meanwhile. A usual answer
+# Timeout for parsing an answer, and for comparing it; it blocks the event loop. A usual answer
 # takes milliseconds. The first one on a busy machine takes over a second: it imports sympy.
 PATIENCE_S = 3
 
@@ -167,7 +167,7 @@ def is_right(completion: str, gold: list[Any]) -> bool:
 
 
 def group_scores(right: Sequence[bool], lengths: Sequence[int], longest: int) -> list[float]:
-    """Return +1 and -1, or scores by brevity if all are right.
+    """Return +1 for right and -1 for wrong; if all are right, scores that fall with length.
 
     Args:
         right: per completion.
@@ -235,7 +235,7 @@ class MathEnv(StackEnv):
         raise NotImplementedError
 
     def prompt_ids(self, row: MathProblem) -> list[int]:
-        """Return the prompt as ManagedServer makes it in `complete`."""
+        """Return the prompt's token ids, the same as those of ManagedServer in `complete`."""
         raise NotImplementedError
 
     async def complete(

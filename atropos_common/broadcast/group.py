@@ -30,7 +30,7 @@ SECRET_BYTES = 32
 # Seconds between polls: of the store, and of a condition (`Lifeline.until`).
 STORE_POLL_S = 0.001
 POLL_S = 0.0002
-# Polls become rare after this.
+# Seconds of frequent polling; then polls are 20 times rarer.
 BRISK_S = 0.05
 # Seconds between checks of the trainer's store.
 STORE_CHECK_S = 0.1
@@ -39,7 +39,7 @@ NCCL_ID_BYTES = 128
 # An abort can itself wait for the device; then its thread is abandoned.
 ABORT_S = 5.0
 NCCL_LIBRARIES = ("libnccl.so.2", "librccl.so.1")
-"""As torch has loaded NCCL."""
+"""File names under which torch loads NCCL or RCCL."""
 
 _UINT8 = 1
 
@@ -144,7 +144,7 @@ class Gloo:
         return self._parts[1].broadcast([tensor], options)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Equal tensors of all ranks, by rank."""
+        """Return the tensors of all ranks, by rank; all have one shape and dtype."""
         found = [torch.empty_like(tensor) for _ in range(self._parts[1].size())]
         self._parts[1].allgather([found], [tensor]).wait()
         return found
@@ -190,7 +190,7 @@ class LinkError(RuntimeError):
 
 class Lifeline:
     def __init__(self, init: TransferInit, rank: int, gpu: str = "") -> None:
-        """Report to the trainer's store. `gpu`: this rank's own; empty on a CPU.
+        """Report to the trainer's store. `gpu`: UUID of this rank's GPU; empty on a CPU.
 
         Raises:
             LinkError: no store.
@@ -254,7 +254,7 @@ MESSAGE_LENGTH = 900
 
 
 def first_line(error: BaseException) -> str:
-    """Without torch's C++ stack; the type of an empty message."""
+    """Return the message without torch's C++ stack, or the type of an error without a message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:MESSAGE_LENGTH]
 
 

@@ -14,9 +14,9 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 COHERE_FIXED = Version("0.29")
-"""Adapters for Cohere, windows for Cohere 2."""
+"""First release with correct adapters for Cohere and correct windows for Cohere 2."""
 
-# First CPU release that was not compared with LFM2; 0.32 is a nat off.
+# First CPU release that was not tested with LFM2; logprobs of 0.32 are about one nat off.
 UNTRIED_WITH_LFM2 = Version("0.33")
 
 
@@ -26,7 +26,7 @@ class EngineRelease:
     cpu: bool
 
     def is_before(self, release: Version) -> bool:
-        """A build from source has an unknown age: False."""
+        """Return True for an older release; False for a build from source, whose age is unknown."""
         try:
             version = Version(self.version)
         except InvalidVersion:
@@ -35,7 +35,7 @@ class EngineRelease:
 
 
 def version_of(package: str) -> str | None:
-    """None if it is not installed."""
+    """Return the installed version of `package`, if any."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

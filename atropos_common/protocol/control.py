@@ -1,8 +1,7 @@
 """Messages of the control socket: HTTP with JSON bodies over the run's Unix socket.
 
     GET  /status                     -> RunStatus
-    GET  /events?after=SEQ           -> NDJSON: a Snapshot, then the later records of
-    supervisor.jsonl
+    GET  /events?after=SEQ           -> NDJSON: a Snapshot, then later lines of supervisor.jsonl
     POST /commands   CommandRequest  -> 202 Accepted | 409/404/422 Refusal
     GET  /commands/ID                -> CommandStatus
     GET  /recipe?action=A&component=C-> Recipe (what a command would do)
@@ -39,7 +38,7 @@ class State(StrEnum):
 
     @property
     def is_resting(self) -> bool:
-        """True without a process, and without a start unless a command asks for it."""
+        """True if it has no process and only a command can start one."""
         return self in (State.STOPPED, State.FAILED, State.COMPLETED)
 
     @property
@@ -98,7 +97,7 @@ class GpuStatus(Message):
     node: str = ""
     """Node of the GPU; empty for the supervisor's own."""
     name: str = ""
-    # Records of a foreign recording pass here too: the limits keep their numbers plausible.
+    # A recording from another machine may have any number here: refuse implausible ones.
     used_bytes: int = Field(ge=0, le=2**60)
     total_bytes: int = Field(ge=0, le=2**60)
     utilization_percent: int | None = None
@@ -111,7 +110,7 @@ class GpuStatus(Message):
 
     @property
     def label(self) -> str:
-        """Index of the GPU, after its node if that is another one."""
+        """Index of the GPU; on another node `NODE:INDEX`."""
         return f"{self.node}:{self.index}" if self.node else str(self.index)
 
 
@@ -225,7 +224,7 @@ class Recipe(Message):
     stop: list[str] = Field(default_factory=list)
     """Components to stop in this order, each after the previous one is gone."""
     start: list[str] = Field(default_factory=list)
-    """Components to start in this order, after their gates."""
+    """Components to start in this order, each once its dependencies are ready."""
     note: str = ""
     """Reason why others are affected, and what is lost."""
 

@@ -1,7 +1,8 @@
 """The tensor manifest `vllm_bridge_config.json`: the trainer maps the server's weights by it.
 
 Plain JSON, mode 0600, never pickle. It has an entry per tensor-parallel rank. The server's own
-loader decides the places of checkpoint tensors, so no side lists architectures or fused names.
+loader decides the places of checkpoint tensors, so neither side has a list of architectures or of
+fused names.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Shard(BaseModel):
             whole = self.param_mappings.get(view.parameter)
             if whole is None:
                 raise ValueError(f"{name} lies in {view.parameter}, which is no parameter")
-            # A rank may have nothing of a tensor that is divided.
+            # A rank may have no element of a divided tensor.
             least = 1 if view.whole is None else 0
             if (
                 len(view.shape) != len(view.stride)
@@ -209,8 +210,9 @@ def read_manifest(path: Path) -> Manifest:
 
 
 # vLLM keeps q, k and v as rows of one parameter and all experts of a layer in one. Checkpoints hold
-# them singly, and transformers stacks experts in its own order. Each side knows which box of a
-# tensor is which box elsewhere; a tensor that is evenly spaced there needs no copy.
+# them singly, and transformers stacks experts in its own order. Each side maps boxes of a tensor to
+# boxes of another tensor. A tensor whose elements are evenly spaced in the other one is a strided
+# view of it and needs no copy.
 class PartPlace(NamedTuple):
     """Place of an even part of a tensor in another tensor, in elements."""
 
@@ -218,13 +220,13 @@ class PartPlace(NamedTuple):
     """First element of the part, as an index of the tensor."""
     shape: tuple[int, ...]
     offset: int
-    """The same element in the other tensor."""
+    """Offset of that element in the other tensor."""
     stride: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Box:
-    """Part of a contiguous tensor, and the same elements elsewhere."""
+    """Part of a contiguous tensor, and the place (`_there`) of its elements in another tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -245,7 +247,7 @@ def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def joined(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[int, tuple[int, ...]] | None:
-    """Offset and strides, elsewhere, of the contiguous tensor that the boxes form.
+    """Return offset and strides, in the other tensor, of the contiguous tensor of the boxes.
 
     Returns:
         None if they leave gaps, overlap, or are not evenly spaced there.
@@ -255,10 +257,10 @@ def joined(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[int, tuple[int, 
 
 
 def joined_part(shape: Sequence[int], boxes: Iterable[Box]) -> PartPlace | None:
-    """As `joined`, also for a part between two corners of the tensor."""
+    """Like `joined`, but the boxes may form only a rectangular part of the tensor."""
     parts = list(dict.fromkeys(boxes))
     own = contiguous(shape)
-    # Dimension -> stride elsewhere, as far as the boxes have shown it.
+    # Dimension -> stride in the other tensor, for the dimensions that a box has shown.
     steps: dict[int, int] = {}
     corners, ends = [], []
     for box in parts:
@@ -290,7 +292,7 @@ def joined_part(shape: Sequence[int], boxes: Iterable[Box]) -> PartPlace | None:
     first, start = min(corners)
     for corner, there in sorted(corners):
         new = [dim for dim in range(len(shape)) if corner[dim] != first[dim] and dim not in steps]
-        if len(new) == 1:  # the order of corners brings up dimensions one at a time
+        if len(new) == 1:  # sorted corners add at most one dimension at a time
             rest = there - start - _reach(corner, first, steps)
             steps[new[0]], odd = divmod(rest, corner[new[0]] - first[new[0]])
             if odd:

@@ -19,9 +19,9 @@ CHUNK_BYTES = 256 * 1024
 MAX_LINE_BYTES = 4 * 1024 * 1024
 """Longer lines are counted and skipped."""
 LOOK_BACK_BYTES = 256 << 20
-"""Bytes in which records are counted from the end."""
+"""Bytes at the end of a file in which `nth_from_end` searches."""
 TAIL_BYTES = 1 << 20
-"""Bytes in which the last complete record is searched."""
+"""Bytes at the end of a file in which `next_seq` searches the last complete record."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ def whole_lines(file: BinaryIO) -> Iterator[bytes]:
 
 @dataclass
 class RecordTail:
-    """Records of one JSONL file, each once; an unfinished line waits."""
+    """Reader that returns each record of a JSONL file once, when its line is complete."""
 
     path: Path
     bad_lines: int = 0
@@ -118,7 +118,7 @@ class RecordTail:
 
     @property
     def restarts(self) -> int:
-        """Times that the file shrank or was replaced; its records then come again."""
+        """Times that the file shrank or was replaced; `read` then begins again at its start."""
         return self._source.restarts
 
     def read(self, limit: int = CHUNK_BYTES) -> list[Record]:
@@ -130,7 +130,7 @@ class RecordTail:
             return []
         # The last element has no newline yet: keep it for the next call.
         *lines, self._partial = (self._partial + data).split(b"\n")
-        # The first line ends the oversized or half-skipped one.
+        # Drop the rest of an oversized line, or of the line in which reading began.
         if self._skipping and lines:
             lines = lines[1:]
             self._skipping = False

@@ -165,8 +165,8 @@ class TrainerRecord(Record):
 class Metric:
     """A number of a step, in the annotation of its field: how it is reduced, named and shown.
 
-    `mean_of`, `over` and `max_of` name values of `trainer_core/optimization/step.py`, which adds
-    them up over rows and ranks. A metric without them is computed elsewhere.
+    `mean_of`, `over` and `max_of` name values of `trainer_core/optimization/step.py`, which
+    combines them over rows and ranks. A metric without them is computed elsewhere.
     """
 
     doc: str
@@ -182,7 +182,7 @@ class Metric:
     smooth: bool = False
     """Charts may average it over steps: it is a noisy mean or a duration."""
     title: str = ""
-    """Name of its chart; without one, only listed charts draw it."""
+    """Title of its own chart; without one, only charts that list the metric draw it."""
 
 
 def metrics_of(kind: type[Record]) -> dict[str, Metric]:
@@ -301,8 +301,8 @@ class StepRecord(TrainerRecord):
         Number | None,
         Metric(
             "Share of completions that were cut off. With `max_completion_tokens`: those with a "
-            "turn that long; else those without the model's end token, or `null` if none of the "
-            "batch has one",
+            "turn of that length. Otherwise: those without the model's end token; `null` if the "
+            "whole batch lacks it",
             "train/truncated_fraction",
             smooth=True,
             title="Cut off",
@@ -415,15 +415,15 @@ class StepRecord(TrainerRecord):
     unused_fields: Annotated[
         dict[str, int],
         Metric(
-            "Groups with something that the trainer does not use, by its name: a field, or "
+            "Groups with data that the trainer does not use, by the name of the data: a field, or "
             "`TABLE.KEY`"
         ),
     ] = Field(default_factory=dict)
     logprobs_from: Annotated[
         dict[str, int],
         Metric(
-            "Sequences by source of their rollout logprobs: `environment`; `engine` or `trainer` "
-            "for those that came without"
+            "Sequences by source of their rollout logprobs: `environment` if it sent them, else "
+            "`engine` or `trainer`"
         ),
     ] = Field(default_factory=dict)
 
@@ -442,16 +442,16 @@ POLICY_LAG = "policy lag"
 OUTLIER = "outlier"
 ROUNDING = "rounding"
 
-HEALTHY_RATIO = (0.8, 1.2)
-HEALTHY_CLIP_FRACTION = 0.3
 # Health limits of the guides: range of `ratio_mean`, upper limits of `clip_fraction` and of
 # `logprob_diff_abs_mean` in nats.
+HEALTHY_RATIO = (0.8, 1.2)
+HEALTHY_CLIP_FRACTION = 0.3
 HEALTHY_LOGPROB_DIFF = 0.1
 
 
 class AlignmentRecord(TrainerRecord):
-    """Trainer logprobs against the engine's: over rollout tokens, policy lag included; `probe_*` at
-    the same weights."""
+    """Logprobs of the trainer compared with the engine's: over rollout tokens, policy lag included.
+    Fields `probe_*` compare both at the same weights."""
 
     kind: Literal["alignment"] = "alignment"
     logprob_diff_mean: Annotated[
@@ -534,7 +534,7 @@ class RankUse(BaseModel):
     gpu: str | None = None
     """Index or UUID; None on a CPU."""
     tokens: int = 0
-    """Tokens of its rows; the ranks wait for the longest."""
+    """Tokens of its rows; all ranks wait for the one with the most."""
     alone_s: Number
     """Seconds outside of the collective passes; most for the slowest rank."""
     allocated_bytes: int | None = None
@@ -612,7 +612,7 @@ class BenchmarkRecord(TrainerRecord):
 
 
 # The first record of these kinds marks the first step of an attempt. A sync or checkpoint record
-# may carry the step of the checkpoint that it resumed from.
+# may carry the step of the checkpoint that the attempt resumed from.
 OF_EACH_STEP = (StepRecord, AlignmentRecord, TimingRecord, MemoryRecord, RolloutRecord)
 
 
@@ -641,7 +641,7 @@ GROUP_SIZE = "group_size"
 TOO_LONG = "too_long"
 NOT_FINITE = "not_finite"
 SURPLUS = "surplus"
-# Of tokens only: groups are counted in `failures`, or are tried again.
+# Keys of `left_out_tokens` only: their groups count in `failures`, or are tried again.
 FAILED = "failed"
 CANCELLED = "cancelled"
 
@@ -649,7 +649,7 @@ _REASONS = {
     REFUSED: "run-api refused it",
     UNSENDABLE: "JSON cannot hold it",
     UNANSWERED: "run-api did not answer",
-    # None is how an atroposlib environment gives a group up.
+    # An atroposlib environment returns None to give up a group.
     RETURNED_NONE: "the environment returned None in its place",
     FLAT: "all scores equal",
     GROUP_SIZE: "another number of completions than group_size",
@@ -696,7 +696,7 @@ class EnvCountsRecord(Record):
     adjusted: dict[str, int] = {}
     """Sampling option that the engine removed -> requests."""
     workers: Number | None = None
-    """Mean number of groups in flight since the previous record, as below."""
+    """Groups in flight. Each `Number` from here on is a mean since the previous record."""
     max_workers: int | None = None
     """Limit of groups in flight, `max_num_workers`."""
     waiting_for_slot: Number | None = None
@@ -769,7 +769,7 @@ class EnvFlow(Figures):
     """Engine component."""
     workers: str | None = None
     made: Count = 0
-    """Groups finished in `counted_s`, and the flat ones."""
+    """Groups finished in the last `counted_s` seconds; `flat`: those with equal scores."""
     flat: Count = 0
     counted_s: Amount = 0.0
     waiting: Amount | None = None
@@ -777,7 +777,7 @@ class EnvFlow(Figures):
     idle: Amount | None = None
     """Share of the time in which its engine had no request."""
     running: Amount | None = None
-    """Sequences computed now, and at most."""
+    """Sequences computed now; `slots`: the largest number of them."""
     slots: Amount | None = None
     queued: Amount | None = None
     """Sequences that wait for a slot."""
@@ -851,7 +851,7 @@ _KIND = re.compile(rb'"kind": ?"(\w+)"')
 
 
 def _parsed_at_once(line: bytes) -> Record | None:
-    # One pass takes half the time; None: take the slow path.
+    # Decode in one pass, which takes half the time. None: the caller takes the slow path.
     named = _KIND.search(line)
     if named is None:
         return None
@@ -876,7 +876,7 @@ def parse_line(line: str | bytes) -> Record:
         return record
     try:
         data = json.loads(line)
-        # Half of a surrogate pair is legal in JSON's escapes, but no writer can write it again.
+        # JSON's escapes allow half of a surrogate pair, which cannot be encoded as UTF-8.
         json.dumps(data, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise RecordError(f"not JSON: {error}") from error

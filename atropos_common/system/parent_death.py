@@ -1,11 +1,11 @@
 """A child that dies with its parent, even after SIGKILL. Standard library only.
 
     die_with_parent(os.getppid())                                   # in the child
-    python -I -S parent_death.py PARENT_PID GROUP COMMAND [ARG...]  # GROUP: cgroup v2 folder or
-        ""
+    python -I -S parent_death.py PARENT_PID GROUP COMMAND [ARG...]
 
-The kernel's signal has to be armed in the child, after the fork; `preexec_fn` is unsafe beside
-threads. Exit codes are the shell's: 127 not found, 126 not executable.
+GROUP is a cgroup v2 folder, or empty. The child arms the kernel's signal after the fork, because
+`preexec_fn` is unsafe beside threads. Exit codes are the shell's: 127 not found, 126 not
+executable.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def become(parent: int, group: str, command: list[str], env: dict[str, str]) -> 
 
 
 def _join(group: str) -> None:
-    # A failure costs one means of finding the process, not the component.
+    # After a failure the component still runs; only its control group does not list it.
     if group:
         try:
             with open(f"{group}/cgroup.procs", "w") as file:  # noqa: PTH123

@@ -170,7 +170,7 @@ class StackEnv(Hosted):
         await super().env_step_checks()
         if now != before:
             self._save_position()
-        # `current_step` can jump over `num_steps`, so compare both sides of it.
+        # `current_step` can jump over `num_steps`, so test if it has passed it.
         if self._evaluates and self.num_steps is not None and before < self.num_steps <= now:
             self._evaluate_soon()
 
@@ -213,7 +213,7 @@ class StackEnv(Hosted):
     async def _evaluation(self, *args: Any, wait: bool = True, **kwargs: Any) -> None:
         """Append one record for each split."""
         async with self._evaluating:
-            # Before the questions, so that a batch drained meanwhile does not shift the record.
+            # Read the step first: a batch that the trainer fetches meanwhile would raise it.
             step = await self._registration.current_step() if self._serving else None
             for split, questions in self.eval_questions().items():
                 if not questions:
@@ -223,7 +223,7 @@ class StackEnv(Hosted):
                 except (EngineUnavailable, EngineRefused) as error:
                     if not self._serving:
                         raise
-                    # A server that is away is a line in the log, not a failed evaluation.
+                    # An unreachable server is logged; it does not count as a failed evaluation.
                     log.warning("no evaluation of %s: %s", split, error)
                     return
                 done = self.eval_log.append(split, graded, step)
@@ -275,8 +275,8 @@ def configure_logging() -> None:
     """Log one line per event, and only warnings of libraries."""
     layout = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, format=layout, force=True)
-    # BaseEnv logs its state ten times a second at INFO. It sets its own level once a call of the
-    # root logger has installed a handler, so its module is named too.
+    # BaseEnv logs its state ten times a second at INFO. Its module sets its own level as soon as
+    # the root logger has a handler, so the list names the module too.
     libraries = "atroposlib", "atroposlib.envs.base", "httpx", "httpx2", "openai", "datasets"
     for name in (*libraries, "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -298,7 +298,7 @@ def one_off_defaults(arguments: Sequence[str]) -> list[str]:
 def run(env_class: type[StackEnv]) -> NoReturn:
     """Run atroposlib's command line for `env_class`.
 
-    Exit status: 0; 1 a part is gone; 2 a mistake; 143 SIGTERM.
+    Exit status: 0 done; 1 another component is gone; 2 wrong settings; 143 SIGTERM.
     """
     configure_logging()
     sys.argv[1:] = one_off_defaults(sys.argv[1:])

@@ -36,7 +36,7 @@ class Answer(BaseModel):
     model_config = ConfigDict(frozen=True, defer_build=True)
 
     def as_json(self) -> str:
-        """JSON text in ASCII, because a terminal obeys some other characters."""
+        """JSON text in ASCII: other characters may contain commands to a terminal."""
         return ascii_json(self.model_dump_json(indent=2))
 
 
@@ -62,8 +62,8 @@ class Why(Answer):
     """Current wait of the run, or how it ended."""
     components: list[ComponentWhy]
     diagnoses: list[DiagnosisRecord]
-    """Open diagnoses, the most severe first; after the end of the run all, with `over` on those
-    that ended."""
+    """Open diagnoses, the most severe first. After the end of the run: all diagnoses; `over` marks
+    those that ended before."""
 
 
 class LogRow(Answer):
@@ -77,7 +77,7 @@ class LogRow(Answer):
 
 
 class Validated(Answer):
-    """Result of a check of a profile and of this machine, or of the one that `--gpus` names."""
+    """Result of a check of a profile, and of this machine or the one that `--gpus` describes."""
 
     valid: bool
     file: str
@@ -134,7 +134,7 @@ class Written(Answer):
     said: str
     """Settings that `init` changed to make the stack fit, and why."""
     problems: list[Problem]
-    """Contradictions to the model's and the environment's own files."""
+    """Settings that contradict the files of the model or of the environment."""
     lacking: list[Problem]
     """Things that this machine lacks to start the stack."""
 

@@ -65,8 +65,8 @@ def _run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return int(Exit.INTERRUPTED)
     except BrokenPipeError:
-        # The reader (head, less) has left, which is no failure; without this, Python reports it
-        # again at exit.
+        # The reader (head, less) has closed the pipe, which is no failure. Without /dev/null as
+        # stdout Python would report it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(Exit.DONE)
     except Exception as error:
@@ -77,8 +77,8 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _of_this_shell(error: Exception) -> UserError | None:
-    """Mistake behind an error of this shell: a removed current directory, or a low limit of open
-    files."""
+    """Explain an error whose cause is this shell: its current directory is removed, or its limit
+    of open files is low."""
     if isinstance(error, FileNotFoundError) and _folder_is_gone():
         problem = Problem(
             "it was removed or replaced after this shell entered it", "cd to a folder that exists"
@@ -136,10 +136,10 @@ def _no_command(word: str, known: Collection[str]) -> UserError:
 def _misplaced_set(
     argv: Sequence[str], sets: Sequence[str], unknown: Sequence[str]
 ) -> UserError | None:
-    """`--set` with several assignments, or with key and value as two words."""
+    """Error for a `--set` with several assignments, or with KEY and VALUE as two words."""
     given = [*argv]
     for item in sets:
-        # The words after this --set and its argument; each round continues behind the one before.
+        # Words after this --set and its argument; the next --set is searched only among them.
         words = given[given.index("--set") + 2 :] if "--set" in given else []
         given = words
         if "=" not in item and words and not words[0].startswith("-"):

@@ -1,4 +1,4 @@
-"""`POST /bridge/load`: serve the safetensors of a folder, in place or from the next start on."""
+"""`POST /bridge/load`: load a folder's safetensors into this server, now or at its next start."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAFETENSORS_FORMATS = ("auto", "hf", "safetensors")
 
 
 class RefusedWeights(NotDone):
-    """Weights that this server refuses; the old ones go on answering."""
+    """Weights that this server refuses; usually it goes on with the old ones."""
 
     status = 409
 
@@ -65,7 +65,7 @@ def note_of(config: ServerConfig) -> StartWeights | None:
 
 
 def prepare_start(config: ServerConfig, args: Namespace, *, plain: bool) -> None:
-    """Choose the loader: `plain` keeps weights writable."""
+    """Choose loader and weights of this start; the `plain` loader keeps weights writable."""
     os.environ.pop(ENV_START_WEIGHTS, None)
     if args.load_format in SAFETENSORS_FORMATS:
         args.load_format = PLAIN_FORMAT if plain else FOLDER_FORMAT
@@ -142,8 +142,9 @@ class Reloader:
         """Serve the weights in `path` as `weight_version`.
 
         Raises:
-            RefusedWeights: the old weights still answer; or nothing does, if tensors have no place.
-            BrokenLoad: the server refuses requests.
+            RefusedWeights: the server goes on with the old weights; if the model has no place for
+                some tensors, it refuses requests instead.
+            BrokenLoad: the load failed halfway, so the server refuses requests.
         """
         folder = folder_of_run(request.path, self.bridge.config.run_dir, "weights", RefusedWeights)
         shapes = await asyncio.to_thread(shapes_in, folder)
@@ -168,8 +169,8 @@ class Reloader:
         phases: dict[str, float] = {}
         with timed(phases, "pause"):
             await self.bridge.freeze_to_write(request, request.lease_s)
-        # Not vLLM's `reload_weights`: every layer would process its weights again, which on a CPU
-        # repacks them and leaves a tied head stale; it also renames the served model.
+        # vLLM's `reload_weights` would process each layer's weights again. On a CPU that repacks
+        # them and leaves a tied head stale. It would also rename the served model.
         call = self.bridge.engine.collective_rpc("atropos_load_weights", args=(str(folder),))
         try:
             found = await asyncio.wait_for(call, request.lease_s)
@@ -251,7 +252,7 @@ def _downloaded(args: Namespace) -> Path:
             allow_patterns=["*.safetensors"],
         )
     except (LocalEntryNotFoundError, ValueError) as error:
-        fault = f"the files of {args.model} are not in the cache, to compare with"
+        fault = f"the cache has no files of {args.model} to compare the new weights with"
         raise RefusedWeights(f"{fault}: {error}") from None
     return Path(folder)
 
@@ -260,7 +261,8 @@ def load_in_worker(worker: Any, path: str) -> dict[str, Any]:
     """Write the safetensors of `path` over the parameters of this worker's model.
 
     Returns:
-        What was read, seconds by phase, and `without_place`.
+        Counts of tensors and bytes, seconds by phase, and `without_place`: a message if the
+        model has no place for some tensors, else None.
 
     Raises:
         RuntimeError: a parameter got no values.

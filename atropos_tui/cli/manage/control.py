@@ -202,7 +202,7 @@ async def wait(options: argparse.Namespace) -> int:
 
 
 def _check_target(target: str, entry: runs.RunEntry) -> None:
-    """Refuse an unknown target; for runs without a supervisor that would do so."""
+    """Refuse an unknown target. Used without a supervisor, which otherwise does this."""
     known = runs.component_names(entry)
     if known and target not in ("ready", "done", *known):
         fix = f"{did_you_mean(target, known)}one of: ready, done, {', '.join(known)}"
@@ -226,13 +226,13 @@ def attach(options: argparse.Namespace) -> int:
 
 
 def open_screen(run: RunDir, *, read_only: bool = False) -> int:
-    """Leaving either detaches (exit 0), or stops the stack and returns the run's exit code."""
+    """Open the screen; return 0 after a detach, the run's exit code after a stop of the stack."""
     if not sys.stdout.isatty():
         raise UserError(
             "no terminal", [Problem("the screen needs one", "use ps, logs and events instead")]
         )
-    # Both save start-up time: imports make no garbage (the screen turns the collector on again),
-    # and a search for plugins reads the metadata of every installed package.
+    # Both lines save start-up time. Imports make no garbage, so the collector is off until the
+    # screen turns it on. Pydantic's search for plugins would read the metadata of all packages.
     gc.disable()
     os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"
     from atropos_tui.ui import user_files

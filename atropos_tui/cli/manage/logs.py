@@ -31,7 +31,7 @@ Show = Callable[[LogLine], str]
 FOLLOW_S = 0.05
 """Seconds between two reads of growing files."""
 LINES = 200
-"""Lines without -n and --since."""
+"""Number of lines without -n and --since."""
 LIVE_S = 0.5
 """Seconds between two checks of whether the run is live."""
 AT_ONCE = 1000
@@ -85,7 +85,7 @@ class Prefix:
 
 
 def as_json(line: LogLine) -> str:
-    """A line as `LogRow`, without the cost of a model."""
+    """A line as `LogRow`, without building the pydantic model."""
     return json.dumps(
         {"time": line.time, "component": line.component, "attempt": line.attempt, "text": line.text}
     )

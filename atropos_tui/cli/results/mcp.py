@@ -38,9 +38,9 @@ from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused
 
 Tool = Callable[..., Awaitable[Any]]
 MOST = 1000
-"""Lines, events, rollouts or points of one answer."""
+"""Largest number of lines, events, rollouts or points in one answer."""
 MOST_TEXT = 4000
-"""Characters of a prompt or a completion."""
+"""Largest number of characters of a prompt or a completion."""
 POLL_S = 0.2
 INSTRUCTIONS = """\
 Runs of atropos-tui: reinforcement learning with a trainer, vLLM servers and environments. Begin
@@ -79,7 +79,7 @@ class RolloutText(BaseModel):
 async def serve(options: argparse.Namespace) -> int:
     """Serve until stdin and stdout are closed."""
     try:
-        # Version 2 of the package; version 1 has other names and ends up in the same error.
+        # Names of version 2 of the package; with version 1 the import fails too.
         from mcp.server import MCPServer
         from mcp_types import ToolAnnotations
     except ImportError:
@@ -93,7 +93,7 @@ async def serve(options: argparse.Namespace) -> int:
     for tool in READING:
         hints = ToolAnnotations(read_only_hint=True, open_world_hint=False)
         server.add_tool(in_words(tool), name=tool.__name__, annotations=hints)
-    # Acting tools are absent, not refused, without the flag: an agent never sees them.
+    # Without the flag the acting tools are not registered, so an agent never sees them.
     for tool in ACTING if options.allow_actions else ():
         hints = ToolAnnotations(read_only_hint=False, destructive_hint=True, open_world_hint=False)
         server.add_tool(in_words(tool), name=tool.__name__, annotations=hints)
@@ -102,7 +102,7 @@ async def serve(options: argparse.Namespace) -> int:
 
 
 def in_words(tool: Tool) -> Tool:
-    """A mistake of the tool's caller becomes an answer with the fix."""
+    """Wrap a tool so that a `UserError` becomes an error answer with its fix."""
     from mcp.server.mcpserver.exceptions import ToolError
 
     @wraps(tool)
