@@ -91,7 +91,7 @@ from trainer_core.rollouts.recorded import (
     Recorder,
     open_rollouts,
 )
-from trainer_core.rollouts.source import BatchSource, LagMeter, Lags, OwnSource
+from trainer_core.rollouts.source import BatchSource, LagMeter, Lags, OwnSource, oldest_lag
 from trainer_core.server.client import EngineMeter
 from trainer_core.telemetry import Trackers, open_telemetry
 from trainer_core.weight_sync.base import Start, SyncReport, make_sync
@@ -591,8 +591,7 @@ class Run:
         self, outcome: StepOutcome, probe: ProbeDiffs | None, lags: Lags, batch: Batch
     ) -> Alignment:
         """Judge the alignment, before weights change."""
-        known = [lag for lag in lags if lag is not None]
-        lag_max = max(known) if known else None
+        lag_max = oldest_lag(lags)
         verdict = self.gate.judge(outcome.diffs, probe, lag_max=lag_max, version=self.version)
         alignment = explain(
             self.world.share(lambda: verdict),

@@ -36,7 +36,7 @@ from trainer_core.policy.load import dimensions
 from trainer_core.policy.speed import layers_reached
 from trainer_core.ranks.world import World
 from trainer_core.rollouts.batch import Batch, Rollout
-from trainer_core.rollouts.source import Lags
+from trainer_core.rollouts.source import Lag, Lags, token_mean
 from trainer_core.server.client import UNKNOWN_USE, EngineUse
 from trainer_core.telemetry import Telemetry
 from trainer_core.weight_sync.base import SyncReport
@@ -132,7 +132,7 @@ def step_fields(report: StepReport) -> dict[str, Any]:
     """Fields of a `step` record."""
     batch, outcome, scores = report.batch, report.outcome, report.batch.scores
     # The lag is None for rollouts whose completion no server knows.
-    known = [lag for lag in report.lags if lag is not None]
+    known = [lag.oldest for lag in report.lags if lag is not None]
     return {
         # None for a metric that applies to no token.
         **{name: outcome.metrics.get(name) for name in METRICS},
@@ -146,6 +146,7 @@ def step_fields(report: StepReport) -> dict[str, Any]:
         "truncated_fraction": batch.truncated_fraction,
         "policy_lag_mean": float(np.mean(known)) if known else None,
         "policy_lag_max": float(max(known)) if known else None,
+        "policy_lag_token_mean": token_mean(report.lags),
         "weight_version": report.weight_version,
         "left_out": batch.left_out,
         "skipped_sequences": sum(batch.left_out.values()),
@@ -277,7 +278,7 @@ def _spread(ranked: Sequence[int], wanted: int) -> list[int]:
     return [ranked[i * (len(ranked) - 1) // max(1, wanted - 1)] for i in range(wanted)]
 
 
-def _rollout_fields(rollout: Rollout, lag: int | None, reader: TextReader) -> dict[str, Any]:
+def _rollout_fields(rollout: Rollout, lag: Lag | None, reader: TextReader) -> dict[str, Any]:
     cut = rollout.prompt_length
     trained = rollout.advantages[rollout.trained]
     return {
@@ -287,7 +288,7 @@ def _rollout_fields(rollout: Rollout, lag: int | None, reader: TextReader) -> di
         "reward": rollout.score,
         # A rollout without a trained token has no mean.
         "advantage": float(trained.mean(dtype=np.float64)) if len(trained) else 0.0,
-        "policy_lag": lag,
+        "policy_lag": None if lag is None else lag.oldest,
         "tokens": len(rollout.tokens) - cut,
     }
 

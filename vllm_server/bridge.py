@@ -34,6 +34,7 @@ from atropos_common.protocol.bridge import (
 )
 from atropos_common.protocol.manifest import Manifest
 from atropos_common.system.files import write_private
+from vllm_server import compat
 from vllm_server.auth import GenerationHold, ServerLoad, error_response
 from vllm_server.capacity import EngineCapacity
 from vllm_server.config import ServerConfig
@@ -256,7 +257,8 @@ class WeightBridge:
         """Make `version` the answering version; the caller holds the lock."""
         # In this order: no token of the new weights may precede their version, and the hold ends
         # once they answer.
-        self.history.change(version, time.monotonic())
+        await compat.read_outputs(self.engine)
+        self.history.change(version, time.monotonic(), compat.tokens_in_flight(self.engine))
         await self._go_on()
         self.state.resume(version)
         self._disarm_lease()
@@ -423,7 +425,7 @@ def make_router(
 
     @router.post("/bridge/versions")
     async def versions(request: VersionsRequest) -> VersionsResponse:
-        return VersionsResponse(versions=bridge.spans.look_up(request.digests))
+        return VersionsResponse.of(bridge.spans.look_up(request.digests))
 
     @router.post("/bridge/logprobs")
     async def logprobs(request: LogprobsRequest) -> LogprobsResponse:

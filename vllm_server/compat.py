@@ -5,6 +5,7 @@ It finds the parts that vLLM's own API server calls, and imports vLLM on first u
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import inspect
@@ -53,6 +54,8 @@ _PLACES: dict[str, tuple[str, ...]] = {
 
 # Seconds that open connections get at shutdown, after requests in flight have ended.
 CONNECTIONS_CLOSE_S = 1
+OUTPUT_TURNS = 10
+"""Turns of the event loop in which vLLM reads one message of the engine."""
 
 
 class _StepLogger:
@@ -253,6 +256,33 @@ def adapters_in_flight(engine: Any) -> set[str]:
     """Return the names of adapters that unfinished requests use."""
     states = getattr(getattr(engine, "output_processor", None), "request_states", {})
     return {name for state in states.values() if (name := getattr(state, "lora_name", None))}
+
+
+def tokens_in_flight(engine: Any) -> dict[str, int]:
+    """Return the tokens that each unfinished request has so far; {} if vLLM hides them."""
+    states = getattr(getattr(engine, "output_processor", None), "request_states", {})
+    with contextlib.suppress(AttributeError):
+        return {
+            state.external_req_id: state.detokenizer.num_output_tokens()
+            for state in states.values()
+            if state.detokenizer is not None  # None: a pooling request
+        }
+    return {}
+
+
+async def read_outputs(engine: Any) -> None:
+    """Let vLLM's output handler read what a paused engine has sent."""
+    queue = getattr(getattr(engine, "engine_core", None), "outputs_queue", None)
+    if queue is None:
+        return
+    # The handler takes one message at a time and reads it in several turns of the event loop. The
+    # queue of an engine that runs may never be empty, hence the limit.
+    empty = 0
+    for _ in range(100 * OUTPUT_TURNS):
+        await asyncio.sleep(0)
+        empty = empty + 1 if queue.empty() else 0
+        if empty == OUTPUT_TURNS:
+            return
 
 
 async def tokenizer_of(engine: Any) -> Any | None:

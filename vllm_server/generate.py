@@ -4,9 +4,10 @@ them.
     {"prompt": "1+2=" | {"prompt_token_ids": [3, 12, 4]}, "n": 8, "max_tokens": 4, ...}
     -> {"text": [...], "prompt": "1+2=", "finish_reasons": ["stop", ...], "prompt_token_ids": [...],
         "token_ids": [[...], ...], "logprobs": [[[{"5": -0.1}], ...], ...],
-        "weight_versions": [[3, 3], ...]}
+        "weight_versions": [[3, 4], ...], "token_versions": [[[3, 17], [4, 9]], ...]}
 
-`logprobs[i][t][0]` maps token ids to logprobs in nats, the sampled token first.
+`logprobs[i][t][0]` maps token ids to logprobs in nats, the sampled token first. `weight_versions`
+are the oldest and newest, `token_versions` each version and its tokens, in order.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from atropos_common.protocol.bridge import SAMPLING_HEADER, SamplingPolicy, comp
 from vllm_server import compat, refusals
 from vllm_server.auth import error_response
 from vllm_server.recorded import CompletionStore
-from vllm_server.versions import Span, SpanStore, VersionHistory
+from vllm_server.versions import Runs, Span, SpanStore, VersionHistory, span_of
 
 logger = logging.getLogger(__name__)
 
@@ -270,10 +271,12 @@ class Generator:
                 for token, row in zip(prompt_ids, scores, strict=True)
             ]
         answer["cached_tokens"] = [output.num_cached_tokens for output in outputs]
-        answer["weight_versions"] = [
+        recorded = [
             self._record(prompt_ids, output, rows, adapter and adapter[1], body)
             for output, rows in zip(outputs, answer["logprobs"], strict=True)
         ]
+        answer["weight_versions"] = [span for span, _ in recorded]
+        answer["token_versions"] = [runs for _, runs in recorded]
         self.completions += len(outputs)
         return answer
 
@@ -359,11 +362,13 @@ class Generator:
     async def _one(self, prompt: dict[str, Any], params: Any, request_id: str, adapter: Any) -> Any:
         while True:
             final = None
-            outputs = self.engine.generate(prompt, params, request_id, lora_request=adapter)
-            async for output in outputs:
-                final = output
+            with self.history.follow(request_id) as tokens_at:
+                outputs = self.engine.generate(prompt, params, request_id, lora_request=adapter)
+                async for output in outputs:
+                    final = output
             assert final is not None and final.finished, "vLLM ends with a finished output"
             if final.outputs[0].finish_reason != "abort":
+                final.tokens_at = tokens_at
                 return final
             # A publish with `recompute` aborted it; vLLM accepts it again and runs it with the new
             # weights. During shutdown vLLM aborts every request at once: pause between retries.
@@ -377,17 +382,18 @@ class Generator:
         rows: list[list[dict[str, float]]],
         adapter_version: int | None,
         body: GenerateRequest,
-    ) -> Span:
+    ) -> tuple[Span, Runs]:
         completion, metrics = output.outputs[0], output.metrics
         # An adapter's version is certain; the base model's follows from its token times.
-        if adapter_version is not None:
-            span = (adapter_version, adapter_version)
-        elif metrics is not None and metrics.first_token_ts:
-            span = self.history.span(metrics.first_token_ts, metrics.last_token_ts)
+        tokens, tokens_at = len(completion.token_ids), getattr(output, "tokens_at", {})
+        if adapter_version is None and metrics is not None and metrics.first_token_ts:
+            times = metrics.first_token_ts, metrics.last_token_ts
+            span, runs = self.history.span(*times), self.history.runs(*times, tokens, tokens_at)
         else:
-            span = (self.history.current, self.history.current)
+            version = self.history.current if adapter_version is None else adapter_version
+            span, runs = (version, version), [(version, tokens)]
         if not body.for_training:
-            return span
+            return span, runs
         sampled = [next(iter(row[0].values())) for row in rows]
         self.kept.remember(
             prompt_ids,
@@ -396,8 +402,9 @@ class Generator:
             temperature=body.temperature,
             oldest_version=span[0],
         )
-        self.spans.remember(completion_digest(completion.token_ids, sampled), span)
-        return span
+        digest = completion_digest(completion.token_ids, sampled)
+        self.spans.remember(digest, span_of(span, runs))
+        return span, runs
 
     async def _prompt_ids(self, prompt: str | TokenPrompt) -> list[int]:
         if isinstance(prompt, str):

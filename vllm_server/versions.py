@@ -11,17 +11,23 @@ import math
 import os
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from atropos_common.protocol.bridge import VersionSpan
 from atropos_common.system.files import write_private
 
 logger = logging.getLogger(__name__)
 
 Span = tuple[int, int]
 """Oldest and newest weight version that contributed tokens."""
+Runs = list[tuple[int, int]]
+"""(weight version, tokens), in the order of generation."""
+TokensAt = dict[float, int]
+"""Moment of a version change -> tokens of one request before it."""
 
 MAX_LEASE_S = 24 * 3600.0
 
@@ -31,10 +37,10 @@ class SpanStore:
 
     def __init__(self, path: Path | None = None, *, capacity: int = 200_000) -> None:
         # A restarted server knows its predecessor's completions from this file, one line each with
-        # digest, oldest and newest version. Lines reach the kernel at once, so they survive a
+        # a digest and its span. Lines reach the kernel at once, so they survive a
         # killed server, but not a power loss.
         self._path, self._capacity = path, capacity
-        self._spans: OrderedDict[str, Span] = OrderedDict()
+        self._spans: OrderedDict[str, VersionSpan] = OrderedDict()
         self._lines = 0
         self._warned = False
         self._descriptor = -1
@@ -46,7 +52,7 @@ class SpanStore:
     def __len__(self) -> int:
         return len(self._spans)
 
-    def remember(self, digest: str, span: Span) -> None:
+    def remember(self, digest: str, span: VersionSpan) -> None:
         """Record `span`; of two identical completions the later one wins."""
         self._note(digest, span)
         if self._path is None:
@@ -60,7 +66,7 @@ class SpanStore:
         except OSError as error:
             self._failed(error)
 
-    def look_up(self, digests: Sequence[str]) -> list[Span | None]:
+    def look_up(self, digests: Sequence[str]) -> list[VersionSpan | None]:
         """Return the spans of `digests`; None for an unknown or dropped digest."""
         found = []
         for digest in digests:
@@ -70,7 +76,7 @@ class SpanStore:
             found.append(span)
         return found
 
-    def _note(self, digest: str, span: Span) -> None:
+    def _note(self, digest: str, span: VersionSpan) -> None:
         self._spans[digest] = span
         self._spans.move_to_end(digest)
         if len(self._spans) > self._capacity:
@@ -97,21 +103,22 @@ class SpanStore:
         self._descriptor = descriptor
 
 
-def _span_line(digest: str, span: Span) -> str:
-    return f"{digest} {span[0]} {span[1]}\n"
+def _span_line(digest: str, span: VersionSpan) -> str:
+    return f"{digest} {' '.join(map(str, span))}\n"
 
 
 # Torn and malformed lines are skipped, and a missing file counts as empty.
-def _read_spans(path: Path) -> list[tuple[str, Span]]:
+def _read_spans(path: Path) -> list[tuple[str, VersionSpan]]:
     try:
         lines = path.read_text(errors="replace").split("\n")[:-1]
     except OSError:
         return []
     spans = []
     for line in lines:
-        parts = line.split()
-        if len(parts) == 3 and parts[1].isdecimal() and parts[2].isdecimal():
-            spans.append((parts[0], (int(parts[1]), int(parts[2]))))
+        with suppress(ValueError, IndexError):
+            digest, oldest, newest, *mean = line.split()  # earlier releases wrote no mean
+            known = (int(mean[0]), float(mean[1])) if mean else ()
+            spans.append((digest, VersionSpan(int(oldest), int(newest), *known)))
     return spans
 
 
@@ -122,12 +129,20 @@ class VersionHistory:
         self._keep = keep
         self._since: list[float] = [-math.inf]
         self._versions: list[int] = [0]
+        self._followed: dict[str, TokensAt] = {}
 
-    def change(self, version: int, moment: float) -> None:
-        """Make `version` current from `moment` on; moments never decrease."""
+    def change(self, version: int, moment: float, made: Mapping[str, int] | None = None) -> None:
+        """Make `version` current from `moment` on; moments never decrease.
+
+        Args:
+            made: tokens that each unfinished request has so far.
+        """
         assert moment >= self._since[-1], "version changes are recorded in order"
         self._since.append(moment)
         self._versions.append(version)
+        for request_id, tokens in (made or {}).items():
+            if (tokens_at := self._followed.get(request_id)) is not None:
+                tokens_at[moment] = tokens
         if len(self._since) > self._keep:
             del self._since[0], self._versions[0]
 
@@ -135,12 +150,53 @@ class VersionHistory:
     def current(self) -> int:
         return self._versions[-1]
 
+    @contextmanager
+    def follow(self, request_id: str) -> Iterator[TokensAt]:
+        """Yield the request's tokens at each change, which `change` fills in meanwhile."""
+        tokens_at = self._followed[request_id] = {}
+        try:
+            yield tokens_at
+        finally:
+            del self._followed[request_id]
+
     def span(self, first: float, last: float) -> Span:
         """Return the oldest and newest version from `first` to `last`, included."""
-        low = max(bisect_right(self._since, first) - 1, 0)
-        high = max(bisect_right(self._since, last), low + 1)
-        inside = self._versions[low:high]
+        inside = self._versions[self._between(first, last)]
         return min(inside), max(inside)
+
+    def runs(self, first: float, last: float, tokens: int, tokens_at: TokensAt) -> Runs:
+        """Return how many of a completion's tokens each version made.
+
+        A change that `tokens_at` lacks splits them by time.
+
+        Args:
+            first: time of the first token; `last` likewise.
+            tokens: tokens of the completion, at least 1.
+        """
+        inside = self._between(first, last)
+        ends = [
+            tokens_at.get(moment, 1 + int((tokens - 1) * (moment - first) / (last - first)))
+            for moment in self._since[inside][1:]
+        ]
+        runs: Runs = []
+        done = 0
+        for version, end in zip(self._versions[inside], [*ends, tokens], strict=True):
+            if (more := min(end, tokens) - done) > 0:
+                runs.append((version, more))
+                done += more
+        return runs
+
+    def _between(self, first: float, last: float) -> slice:
+        """Return the indices of versions from `first` to `last`."""
+        low = max(bisect_right(self._since, first) - 1, 0)
+        return slice(low, max(bisect_right(self._since, last), low + 1))
+
+
+def span_of(span: Span, runs: Runs) -> VersionSpan:
+    """Add the mean of `runs` to `span`."""
+    tokens = sum(count for _, count in runs)
+    total = sum(version * count for version, count in runs)
+    return VersionSpan(*span, tokens, total / max(tokens, 1))
 
 
 # Of a lease: resume, or stay paused and become unhealthy.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -173,6 +173,18 @@ class AdapterInfo(BridgeMessage):
     """Their folders, still in use."""
 
 
+class VersionSpan(NamedTuple):
+    """Weight versions that made one completion."""
+
+    oldest: int
+    newest: int
+    # Two values instead of a list of runs: a server keeps them for 200,000 completions.
+    tokens: int = 0
+    """Tokens in `mean`; 0: it is unknown."""
+    mean: float = 0.0
+    """Mean version of the tokens."""
+
+
 class VersionsRequest(BridgeMessage):
     digests: list[str] = Field(max_length=MOST_DIGESTS)
 
@@ -181,6 +193,23 @@ class VersionsResponse(BridgeMessage):
     # Two versions differ if a publish came while the completion was generated.
     versions: list[tuple[int, int] | None]
     """Oldest and newest version of each completion; None if unknown."""
+    token_means: list[tuple[int, float] | None] = Field(default_factory=list)
+    """Tokens of each completion and their mean version; None if unknown."""
+
+    @classmethod
+    def of(cls, spans: Sequence[VersionSpan | None]) -> VersionsResponse:
+        return cls(
+            versions=[None if span is None else span[:2] for span in spans],
+            token_means=[span[2:] if span and span.tokens else None for span in spans],
+        )
+
+    def spans(self) -> list[VersionSpan | None]:
+        """Return versions and means together; servers of earlier releases send no means."""
+        means = self.token_means or [None] * len(self.versions)
+        return [
+            None if pair is None else VersionSpan(*pair, *(mean or ()))
+            for pair, mean in zip(self.versions, means, strict=True)
+        ]
 
 
 GREEDY_BELOW = 1e-5

@@ -355,6 +355,10 @@ class StepRecord(TrainerRecord):
         ),
     ] = None
     policy_lag_max: Annotated[Number | None, Metric("Largest policy lag of a sequence")] = None
+    policy_lag_token_mean: Annotated[
+        Number | None,
+        Metric("Mean over tokens: each counts from the version that made it; `null` if unknown"),
+    ] = None
     weight_version: Annotated[Whole, Metric("Version that the server has after the step")]
     ref_kl: Annotated[
         Number | None,

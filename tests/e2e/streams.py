@@ -127,7 +127,8 @@ class Streams:
         ]
         engine = ServerClient(self.url, self.token)
         try:
-            return list(zip(chosen, engine.versions([each.digest for each in chosen]), strict=True))
+            found = engine.versions([each.digest for each in chosen])
+            return [(each, span and span[:2]) for each, span in zip(chosen, found, strict=True)]
         finally:
             engine.close()
 

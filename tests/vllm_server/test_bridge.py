@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 
 from atropos_common.broadcast.transfer import TransferInit, TransferUpdate
-from atropos_common.protocol.bridge import PauseRequest, ResumeRequest
+from atropos_common.protocol.bridge import PauseRequest, ResumeRequest, VersionSpan
 from vllm_server.auth import GenerationHold
 from vllm_server.bridge import NotTheHolder, WeightBridge, make_router
 from vllm_server.config import ServerConfig
@@ -96,6 +96,35 @@ async def test_a_publish_pauses_resets_then_resumes_and_stamps(config: ServerCon
         "weight_version": 7,
     }
     assert config.state_path.stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_publish_counts_the_tokens_that_the_engine_has_sent(config: ServerConfig) -> None:
+    """vLLM's output handler has not read the last of them when the resume comes."""
+    bridge, engine = make(config)
+    made, queue = [5, 6, 7], asyncio.Queue[int]()
+    state = SimpleNamespace(
+        external_req_id="r", detokenizer=SimpleNamespace(num_output_tokens=lambda: len(made))
+    )
+    pooling = SimpleNamespace(external_req_id="p", detokenizer=None)
+    parts: Any = engine
+    parts.output_processor = SimpleNamespace(request_states={"r-1": state, "p-1": pooling})
+    parts.engine_core = SimpleNamespace(outputs_queue=queue)
+
+    async def handler() -> None:
+        while True:
+            token = await queue.get()
+            for _ in range(4):
+                await asyncio.sleep(0)
+            made.append(token)
+
+    reading = asyncio.create_task(handler())
+    with bridge.history.follow("r") as tokens_at:
+        await bridge.pause(PauseRequest())
+        for token in range(20):
+            queue.put_nowait(token)
+        await bridge.resume(ResumeRequest(weight_version=7))
+    reading.cancel()
+    assert list(tokens_at.values()) == [23]
 
 
 async def test_a_disk_that_takes_no_stamp_keeps_no_weights_from_answering(
@@ -397,7 +426,7 @@ async def test_weights_come_from_the_loopback_or_from_where_the_configuration_sa
 
 async def test_routes_speak_the_contract(config: ServerConfig) -> None:
     bridge, _ = make(config)
-    bridge.spans.remember("d", (1, 2))
+    bridge.spans.remember("d", VersionSpan(1, 2, 4, 1.25))
     app = FastAPI()
     app.include_router(make_router(bridge, SlowGenerator(), app, sleep_mode=False))  # type: ignore[arg-type]
     transport: Any = httpx.ASGITransport(app=app)
@@ -408,7 +437,8 @@ async def test_routes_speak_the_contract(config: ServerConfig) -> None:
             and info == now | info
         )
         answer = await http.post("/bridge/versions", json={"digests": ["d", "e"]})
-        assert answer.json() == {"versions": [[1, 2], None]}
+        found = {"versions": [[1, 2], None], "token_means": [[4, 1.25], None]}
+        assert answer.json() == found
         assert (await http.post("/bridge/pause", json={"lease_s": -1})).status_code == 400
         assert (await http.post("/bridge/pause")).json()["paused"] is True
         assert (await http.get("/bridge/is_paused")).json() == {"paused": True}

@@ -162,6 +162,7 @@ async def test_the_answer_has_the_contract_s_shape_and_the_digest_finds_its_vers
     assert result["prompt_token_ids"] == [3, 4]
     assert result["prompt_logprobs"] == [None, {"4": -2.0}]
     assert result["weight_versions"] == [(4, 5), (5, 5)]
+    assert result["token_versions"] == [[(4, 1), (5, 1)], [(5, 1)]]
     seen = json.loads(json.dumps(result))
     digests = [
         completion_digest(
@@ -170,7 +171,7 @@ async def test_the_answer_has_the_contract_s_shape_and_the_digest_finds_its_vers
         )
         for completion in seen["logprobs"]
     ]
-    assert generator.spans.look_up(digests) == [(4, 5), (5, 5)]
+    assert generator.spans.look_up(digests) == [(4, 5, 2, 4.5), (5, 5, 1, 5.0)]
     assert generator.completions == 2
 
 

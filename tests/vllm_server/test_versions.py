@@ -4,41 +4,47 @@ from __future__ import annotations
 
 import errno
 import math
+import random
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_server.versions import BridgeState, SpanStore, VersionHistory
+from atropos_common.protocol.bridge import VersionSpan
+from vllm_server.versions import BridgeState, SpanStore, VersionHistory, span_of
 
 
 def test_store_finds_what_it_keeps_and_forgets_the_least_recently_used() -> None:
     store = SpanStore(capacity=2)
-    store.remember("a", (0, 0))
-    store.remember("b", (1, 2))
-    assert store.look_up(["a", "x"]) == [(0, 0), None]
-    store.remember("c", (3, 3))
-    assert store.look_up(["a", "b", "c"]) == [(0, 0), None, (3, 3)]
+    store.remember("a", VersionSpan(0, 0))
+    store.remember("b", VersionSpan(1, 2))
+    assert store.look_up(["a", "x"]) == [VersionSpan(0, 0), None]
+    store.remember("c", VersionSpan(3, 3))
+    assert store.look_up(["a", "b", "c"]) == [VersionSpan(0, 0), None, VersionSpan(3, 3)]
     assert len(store) == 2
 
 
 def test_store_lets_the_later_of_two_equal_completions_win() -> None:
     store = SpanStore()
-    store.remember("a", (0, 0))
-    store.remember("a", (5, 5))
-    assert store.look_up(["a"]) == [(5, 5)]
+    store.remember("a", VersionSpan(0, 0))
+    store.remember("a", VersionSpan(5, 5))
+    assert store.look_up(["a"]) == [VersionSpan(5, 5)]
     assert len(store) == 1
 
 
 def test_a_later_server_knows_what_an_earlier_one_generated(tmp_path: Path) -> None:
     path = tmp_path / "versions.txt"
     first = SpanStore(path)
-    first.remember("aa", (3, 4))
-    first.remember("bb", (5, 5))
+    first.remember("aa", VersionSpan(3, 4))
+    first.remember("bb", VersionSpan(5, 5))
     store = SpanStore(path)
-    store.remember("cc", (6, 6))
-    assert store.look_up(["aa", "bb", "cc"]) == [(3, 4), (5, 5), (6, 6)]
+    store.remember("cc", VersionSpan(6, 6))
+    assert store.look_up(["aa", "bb", "cc"]) == [
+        VersionSpan(3, 4),
+        VersionSpan(5, 5),
+        VersionSpan(6, 6),
+    ]
     assert path.stat().st_mode & 0o777 == 0o600
 
 
@@ -48,37 +54,37 @@ def test_a_full_disk_at_a_rewrite_stops_nothing(
     path = tmp_path / "versions.txt"
     kept = SpanStore(path, capacity=2)
     for number in range(3):
-        kept.remember(f"{number}", (number, number))
+        kept.remember(f"{number}", VersionSpan(number, number))
 
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("vllm_server.versions.write_private", full)
     for number in range(3, 12):
-        kept.remember(f"{number}", (number, number))
-    SpanStore(tmp_path / "none" / "versions.txt").remember("a", (1, 1))
+        kept.remember(f"{number}", VersionSpan(number, number))
+    SpanStore(tmp_path / "none" / "versions.txt").remember("a", VersionSpan(1, 1))
     monkeypatch.undo()
     for number in range(12, 16):
-        kept.remember(f"{number}", (number, number))
+        kept.remember(f"{number}", VersionSpan(number, number))
     again = SpanStore(path, capacity=2)
-    assert again.look_up(["15", "14", "13"]) == [(15, 15), (14, 14), None]
+    assert again.look_up(["15", "14", "13"]) == [VersionSpan(15, 15), VersionSpan(14, 14), None]
 
 
 def test_torn_and_foreign_lines_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "versions.txt"
     path.write_bytes(b"aa 1 2\n\xff\xfe\nbb x 2\ncc 1\ndd 3 3\nee 4 ")
     store = SpanStore(path)
-    assert len(store) == 2 and store.look_up(["aa", "dd"]) == [(1, 2), (3, 3)]
+    assert len(store) == 2 and store.look_up(["aa", "dd"]) == [VersionSpan(1, 2), VersionSpan(3, 3)]
 
 
 def test_the_file_stays_as_bounded_as_the_store(tmp_path: Path) -> None:
     path = tmp_path / "versions.txt"
     kept = SpanStore(path, capacity=10)
     for number in range(100):
-        kept.remember(f"{number:02}", (number, number))
+        kept.remember(f"{number:02}", VersionSpan(number, number))
     assert len(path.read_text().splitlines()) <= 20
     again = SpanStore(path, capacity=10)
-    assert again.look_up(["99", "90", "10"]) == [(99, 99), (90, 90), None]
+    assert again.look_up(["99", "90", "10"]) == [VersionSpan(99, 99), VersionSpan(90, 90), None]
 
 
 def test_history_knows_the_version_at_each_moment() -> None:
@@ -140,6 +146,37 @@ def test_span_agrees_with_looking_at_each_change(
         for moment in (first, last, *(m for m in moments if first <= m <= last))
     ]
     assert history.span(first, last) == (min(seen), max(seen))
+
+
+def test_tokens_are_counted_at_each_change_while_the_request_is_in_flight() -> None:
+    """Against a stand-in engine that makes one token at a time at an uneven rate."""
+    history = VersionHistory()
+    history.change(3, 0.0)
+    dice, made, now, times = random.Random(0), [], 1.0, []
+    with history.follow("r") as tokens_at:
+        for version in (3, 4, 6):
+            if version > 3:
+                history.change(version, now, {"r": len(made), "another": 7})
+            for _ in range(dice.randrange(1, 40)):
+                now += dice.expovariate(1.0) * version**3
+                made.append(version)
+                times.append(now)
+        history.change(7, now + 0.5, {"another": 9})
+    history.change(8, now + 1.0, {"r": 1000})
+    runs = history.runs(times[0], times[-1], len(made), tokens_at)
+    assert runs == [(version, made.count(version)) for version in (3, 4, 6)]
+    assert span_of((3, 6), runs) == (3, 6, len(made), pytest.approx(sum(made) / len(made)))
+    guess = history.runs(times[0], times[-1], len(made), {})
+    assert guess != runs and sum(tokens for _, tokens in guess) == len(made)
+
+
+def test_a_version_without_a_token_is_no_run() -> None:
+    history = VersionHistory()
+    for version, moment in ((1, 10.0), (2, 11.0), (3, 12.0)):
+        history.change(version, moment)
+    assert history.runs(9.0, 13.0, 5, {10.0: 2, 11.0: 4, 12.0: 4}) == [(0, 2), (1, 2), (3, 1)]
+    assert history.runs(9.0, 13.0, 5, {}) == [(0, 2), (1, 1), (2, 1), (3, 1)], "by time"
+    assert history.runs(12.5, 12.5, 1, {}) == [(3, 1)]
 
 
 def test_a_clean_lease_ends_by_itself_and_leaves_the_hold() -> None:

@@ -6,7 +6,8 @@ up a batch of `batch_size` x `gradient_accumulation_steps` sequences. A recorder
     step            that trained on it, from 1; replaces earlier lines of the same or a later step
     weight_version  of the policy at that step
     lag_bounds      environment -> largest allowed policy lag at that step
-    versions        digest of a completion -> its oldest and newest weight version
+    versions        digest of a completion -> its oldest and newest weight version, number of
+                    tokens, and their mean version
     logprobs        digests of a prompt and a completion that came without -> `KnownLogprobs`
 """
 
@@ -22,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import msgspec
 
-from atropos_common.protocol.bridge import KnownLogprobs, prompt_digest
+from atropos_common.protocol.bridge import KnownLogprobs, VersionSpan, prompt_digest
 from atropos_common.system.files import cut_torn_line, open_regular
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import RolloutsEnd, UsageError
@@ -34,8 +35,8 @@ from trainer_core.rollouts.source import LagMeter, Lags
 class Provenance(Protocol):
     """Source of facts about completions: a server, or a recording of it."""
 
-    def versions(self, digests: list[str]) -> list[tuple[int, int] | None]:
-        """Return the oldest and newest weight version of each completion."""
+    def versions(self, digests: list[str]) -> list[VersionSpan | None]:
+        """Return the weight versions of each completion."""
 
     def logprobs(
         self, prompts: list[str], completions: list[list[int]]
@@ -50,7 +51,7 @@ class RecordedLine(msgspec.Struct, omit_defaults=True):
     step: int | None = None
     weight_version: int | None = None
     lag_bounds: dict[str, int] = {}
-    versions: dict[str, tuple[int, int]] = {}
+    versions: dict[str, VersionSpan] = {}
     logprobs: dict[str, dict[str, Any]] = {}
 
 
@@ -137,7 +138,7 @@ class RecordedRollouts:
         """Weight version that trained on the last batch."""
         return self._line.weight_version
 
-    def versions(self, digests: list[str]) -> list[tuple[int, int] | None]:
+    def versions(self, digests: list[str]) -> list[VersionSpan | None]:
         return [self._line.versions.get(digest) for digest in digests]
 
     def logprobs(
@@ -264,7 +265,7 @@ class Recorder:
     def record_answers_of(self, server: Provenance) -> Provenance:
         return _RecordedProvenance(server, self)
 
-    def add_versions(self, digests: list[str], answers: list[tuple[int, int] | None]) -> None:
+    def add_versions(self, digests: list[str], answers: list[VersionSpan | None]) -> None:
         pairs = zip(digests, answers, strict=True)
         self._line.versions |= {digest: pair for digest, pair in pairs if pair is not None}
 
@@ -282,7 +283,7 @@ class _RecordedProvenance:
     def __init__(self, server: Provenance, recorder: Recorder) -> None:
         self._server, self._recorder = server, recorder
 
-    def versions(self, digests: list[str]) -> list[tuple[int, int] | None]:
+    def versions(self, digests: list[str]) -> list[VersionSpan | None]:
         answers = self._server.versions(digests)
         self._recorder.add_versions(digests, answers)
         return answers

@@ -32,6 +32,7 @@ from atropos_common.protocol.bridge import (
     ResumeRequest,
     RoutingRequest,
     RoutingResponse,
+    VersionSpan,
     VersionsRequest,
     VersionsResponse,
     WeightsLoaded,
@@ -122,10 +123,10 @@ class ServerClient:
         request = ResumeRequest(weight_version=weight_version, holder=self._holder)
         return _parse(BridgeInfo, self._call("POST", "/bridge/resume", request))
 
-    def versions(self, digests: list[str]) -> list[tuple[int, int] | None]:
-        """Return the oldest and newest weight version of each completion."""
+    def versions(self, digests: list[str]) -> list[VersionSpan | None]:
+        """Return the weight versions of each completion."""
         answer = self._call("POST", "/bridge/versions", VersionsRequest(digests=digests))
-        return _parse(VersionsResponse, answer).versions
+        return _parse(VersionsResponse, answer).spans()
 
     def logprobs(
         self, prompts: list[str], completions: list[list[int]]

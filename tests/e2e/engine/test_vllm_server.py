@@ -302,6 +302,7 @@ def test_each_completion_knows_its_versions_even_across_a_publish(server: Server
         async with httpx.AsyncClient(timeout=60) as http:
             body = {"prompt": PROMPT, "n": 48, "max_tokens": 240, "ignore_eos": True}
             for _ in range(5):  # a request may be over before a busy machine has seen it run
+                begun = await asyncio.to_thread(metric, server, "vllm:generation_tokens_total")
                 running = asyncio.create_task(http.post(server.url + "/generate", json=body))
                 while not running.done() and not await asyncio.to_thread(requests_running, server):
                     await asyncio.sleep(0.02)
@@ -310,6 +311,7 @@ def test_each_completion_knows_its_versions_even_across_a_publish(server: Server
                 ).status_code == 200
                 await asyncio.sleep(0.3)  # what was done before the pause arrives
                 frozen = not running.done()
+                made = await asyncio.to_thread(metric, server, "vllm:generation_tokens_total")
                 await asyncio.sleep(0.3)
                 assert running.done() != frozen, "frozen requests must not finish"
                 await asyncio.to_thread(
@@ -318,12 +320,15 @@ def test_each_completion_knows_its_versions_even_across_a_publish(server: Server
                 answer = await running
                 assert answer.status_code == 200, answer.text
                 if frozen:
-                    return answer.json()
+                    return answer.json() | {"before": made - begun}
             raise AssertionError("no request was caught in flight")
 
     crossed = asyncio.run(across())
     assert all(len(tokens) == 240 for tokens in crossed["token_ids"]), "frozen requests survive"
     assert [5, 6] in crossed["weight_versions"]
+    runs = [run for completion in crossed["token_versions"] for run in completion]
+    assert sum(tokens for _, tokens in runs) == 48 * 240
+    assert sum(tokens for version, tokens in runs if version == 5) == crossed["before"]
     asked = digests(plain) + digests(crossed) + ["0" * 32]
     found = server.post("/bridge/versions", {"digests": asked}).json()["versions"]
     assert found == plain["weight_versions"] + crossed["weight_versions"] + [None]
@@ -345,12 +350,12 @@ def test_a_client_that_leaves_cancels_its_request(server: Server) -> None:
 
 
 def requests_running(server: Server) -> float:
+    return metric(server, "vllm:num_requests_running")
+
+
+def metric(server: Server, name: str) -> float:
     lines = server.get("/metrics").text.splitlines()
-    return sum(
-        float(line.rpartition(" ")[2])
-        for line in lines
-        if line.startswith("vllm:num_requests_running")
-    )
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
 def test_the_auth_middleware(server: Server) -> None:

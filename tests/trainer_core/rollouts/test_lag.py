@@ -10,16 +10,26 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from atropos_common.protocol.bridge import VersionSpan
 from tests.trainer_core.offline_runs import group_of, offline_config
 from trainer_core.config import TrainingConfig
 from trainer_core.loop import train
 from trainer_core.rollouts.batch import Rollout, Selection
 from trainer_core.rollouts.recorded import RecordedRollouts, Recorder
-from trainer_core.rollouts.source import BatchSource, LagMeter, Lags, lag_bound
+from trainer_core.rollouts.source import (
+    BatchSource,
+    Lag,
+    LagMeter,
+    Lags,
+    lag_bound,
+    oldest_lag,
+    token_mean,
+)
 from trainer_core.telemetry import Telemetry
 
 SIZE, GROUPS = 2, 4
@@ -81,7 +91,7 @@ class Meter(LagMeter):
     def measure(self, rollouts: list[Rollout], version: int) -> Lags:
         lags = [version - (int(rollout.tokens[1]) - 100) for rollout in rollouts]
         self.met += lags
-        return [*lags]
+        return [Lag(lag) for lag in lags]
 
 
 def lags_of(stack: Stack, tmp_path: Path, steps: int = 60, **fields: Any) -> tuple[int, int, int]:
@@ -106,7 +116,7 @@ def lags_of(stack: Stack, tmp_path: Path, steps: int = 60, **fields: Any) -> tup
     )
     for step in range(steps):
         batch, lags = source.next_batch(step, step)
-        trained = max(trained, *(lag for lag in lags if lag is not None))
+        trained = max(trained, oldest_lag(lags) or 0)
         left_out += sum(batch.left_out.values())
     return max(meter.met), trained, left_out
 
@@ -170,6 +180,27 @@ def test_the_bound_of_each_mode_is_that_of_the_docs(fields: dict[str, Any], boun
     assert lag_bound(TrainingConfig(model_name="m", **fields), 3) == bound
 
 
+def all_by_three(digests: list[str]) -> list[VersionSpan | None]:
+    return [VersionSpan(3, 3)] * len(digests)
+
+
+def test_the_oldest_token_bounds_and_each_token_counts_in_the_mean() -> None:
+    """Two turns of one rollout, one of 10 tokens across a publish, and a rollout nobody knows."""
+    spans = {
+        "a": VersionSpan(3, 4, 10, 3.4),
+        "b": VersionSpan(5, 5, 30, 5.0),
+        "old": VersionSpan(2, 2),
+    }
+    rollouts: Any = [
+        SimpleNamespace(digests=digests, oldest_version=None)
+        for digests in (("a", "b"), ("a",), ("unknown",), ("old",))
+    ]
+    lags = LagMeter([lambda digests: [spans.get(each) for each in digests]]).measure(rollouts, 5)
+    assert [lag and lag.oldest for lag in lags] == [2, 2, None, 3] and oldest_lag(lags) == 3
+    assert token_mean(lags) == pytest.approx((20 * (5 - 3.4) + 30 * 0) / 50)
+    assert token_mean(lags[2:]) is None, "an older server tells no tokens"
+
+
 def test_a_replay_has_the_bound_of_the_run(base: Path, tmp_path: Path) -> None:
     """Recorded in a mode with another bound; a file without one leaves nothing out."""
     old = {"generation_params": {"env": "a", "max_batches_offpolicy": 1}}
@@ -180,6 +211,6 @@ def test_a_replay_has_the_bound_of_the_run(base: Path, tmp_path: Path) -> None:
         recorder.write(1, 6, groups, bounds)
         recorder.close()
         source = RecordedRollouts(path, 8)
-        source.versions = lambda digests: [(3, 3)] * len(digests)  # type: ignore[method-assign]
+        source.versions = all_by_three  # type: ignore[method-assign]
         result = train(offline_config(base, tmp_path, training_steps=1), rollouts=source)
         assert result.history[0]["sequences"] == trained, bounds

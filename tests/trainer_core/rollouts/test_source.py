@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from atropos_common.protocol.bridge import MOST_DIGESTS
+from atropos_common.protocol.bridge import MOST_DIGESTS, VersionSpan
 from atropos_common.protocol.control import Role
 from atropos_common.protocol.records import StepRecord, parse_line
 from atropos_tui.diagnoses import Names
@@ -22,7 +22,7 @@ from trainer_core.config import TrainingConfig
 from trainer_core.errors import TooMuchLeftOut
 from trainer_core.loop import train
 from trainer_core.rollouts.batch import Selection, read_batch
-from trainer_core.rollouts.source import UNSENDABLE, BatchSource, LagMeter
+from trainer_core.rollouts.source import UNSENDABLE, BatchSource, Lag, LagMeter
 from trainer_core.telemetry import Telemetry
 
 GOOD = {
@@ -199,12 +199,15 @@ def test_many_short_turns_are_asked_for_in_parts() -> None:
     }
     asked: list[int] = []
 
-    def versions(digests: list[str]) -> list[tuple[int, int] | None]:
+    def versions(digests: list[str]) -> list[VersionSpan | None]:
         asked.append(len(digests))
-        return [(7, 7)] * len(digests)
+        return [VersionSpan(7, 7)] * len(digests)
 
     batch = read_batch([raw], seq_len=2 * count)
-    assert LagMeter([versions]).measure(batch.rollouts, 9) == [2] and asked == [MOST_DIGESTS, 3]
+    assert LagMeter([versions]).measure(batch.rollouts, 9) == [Lag(2)] and asked == [
+        MOST_DIGESTS,
+        3,
+    ]
 
 
 def test_a_dump_that_cannot_be_written_ends_nothing(tmp_path: Path, capsys: Any) -> None:
