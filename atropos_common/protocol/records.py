@@ -671,6 +671,25 @@ def reason_text(reason: str) -> str:
     return _REASONS.get(reason, reason)
 
 
+class CurriculumCounts(BaseModel):
+    """Items of an environment with `curriculum = "pass_rate"` since its start."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
+
+    offered: int
+    """Items that the environment offered."""
+    skipped: int
+    """Of these, items that did not go."""
+    known: int
+    """Of these, items with an earlier result."""
+    without_key: int
+    """Of these, items without a stable content; they always go."""
+    flat_share: float | None = None
+    """Share of flat groups among about the newest 200."""
+    flat_share_without: float | None = None
+    """Estimate of that share if every item had gone."""
+
+
 class EnvCountsRecord(Record):
     """Counts of an environment's groups since its start."""
 
@@ -714,6 +733,7 @@ class EnvCountsRecord(Record):
     group_size: int | None = None
     awaited: float | None = None
     """Share of the time in which a batch waited for this environment; None if alone."""
+    curriculum: CurriculumCounts | None = None
 
 
 class EnvMetricsRecord(Record):

@@ -19,6 +19,7 @@ from atropos_common.protocol.record_tail import next_seq
 from atropos_common.protocol.records import (
     FAILED,
     SURPLUS,
+    CurriculumCounts,
     EnvCountsRecord,
     EnvMetricsRecord,
     EvalRecord,
@@ -112,6 +113,7 @@ class EvalLog:
         requests: int,
         step: int | None,
         bounds: Mapping[str, float] | None = None,
+        curriculum: CurriculumCounts | None = None,
     ) -> None:
         """Write the counts since the start; `bounds`: workers and queue slots."""
         self._write(
@@ -129,6 +131,7 @@ class EvalLog:
                 failures=dict(tally.failures),
                 evaluation_failures=dict(tally.evaluation_failures),
                 adjusted=dict(adjusted),
+                curriculum=curriculum,
                 **(bounds or {}),
             )
         )

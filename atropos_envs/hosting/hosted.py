@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -30,6 +31,7 @@ from atropos_common.protocol.records import (
 from atropos_common.protocol.stages import REGISTERED, SET_UP, reach
 from atropos_common.system.run_dir import ENV_ENGINE_URLS, ENV_REFILL, ENV_RUN_KEY
 from atropos_envs import Dismissed, EnvFault
+from atropos_envs.hosting.curriculum import curriculum_of, key_of
 from atropos_envs.hosting.engine_client import EngineGate, EngineRefused, begin_group
 from atropos_envs.hosting.evaluation import EvalLog, Tally, component_name, eval_path
 from atropos_envs.hosting.groups import Unsendable, convert, encoded
@@ -158,6 +160,11 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         self._failed_in_row = 0
         """Failed groups since the last success."""
         self._awaited: bool | None = None
+
+        self._curriculum = curriculum_of(self.component, self.config.group_size)
+        if self._curriculum:
+            # On the instance, in front of the method of every subclass.
+            self.__dict__["get_next_item"] = partial(self._curriculum.choose, self.get_next_item)
 
         # Evaluations and counts.
         self.eval_runner: asyncio.Task[None] | None = None
@@ -333,11 +340,16 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         """Make one group, and start the next one at its end."""
         begin_group()
         rollout = begin_rollout()
+        # Before the rollout, which may change the item.
+        key = key_of(self.running_items[item_uuid]["item"]) if self._curriculum else None
         try:
             return await self._handle_group(item_uuid)
         except asyncio.CancelledError:
             self.tally.lose(CANCELLED, rollout.take())
             raise
+        finally:
+            if self._curriculum:
+                self._curriculum.learn(key, rollout.scores)
 
     async def _handle_group(self, item_uuid: str) -> Any:
         if self.queue_slots is None:
@@ -480,7 +492,10 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             adjusted: Counter[str] = Counter()
             for server in servers:
                 adjusted.update(getattr(server, "adjusted", {}))
-            self.eval_log.counted(self.tally, adjusted, requests, self.curr_step, self._bounds())
+            curriculum = self._curriculum.record() if self._curriculum else None
+            self.eval_log.counted(
+                self.tally, adjusted, requests, self.curr_step, self._bounds(), curriculum
+            )
             self._summary_at = time.monotonic()
 
     # Workers and queue slots, as fields of an `env_counts` record.
@@ -575,6 +590,8 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         # Before the hook: an evaluation in it needs the engine for itself.
         for task in [*self.workers, *([self.eval_runner] if self.eval_runner else [])]:
             task.cancel()
+        if self._curriculum:
+            self._curriculum.save()
         await self._before_disconnect()
         # Free our share of the batch, so that it does not compete with the next process.
         await self._registration.disconnect()

@@ -22,10 +22,13 @@ class Rollout:
         """Generated tokens that have no outcome yet."""
         self.scored: list[Mapping[str, Any]] = []
         """Groups that the environment began, sent or not."""
+        self.returned: Sequence[Any] = ()
+        """Groups that the environment returned."""
         self._shares: dict[int, int] = {}
 
     def divide(self, groups: Sequence[Any]) -> None:
         """Divide the generated tokens among the rollout's groups."""
+        self.returned = groups
         own = [generated(group) for group in groups]
         # The engine client counts completions that the environment dropped too. It counts nothing
         # for an environment with a server class of its own.
@@ -48,8 +51,13 @@ class Rollout:
     @property
     def is_flat(self) -> bool:
         """The environment scored a group, and no two scores of a group differ."""
-        scores = [_scores(group) for group in self.scored]
+        scores = self.scores
         return any(len(each) > 1 for each in scores) and all(len(set(each)) < 2 for each in scores)
+
+    @property
+    def scores(self) -> list[list[float]]:
+        """Scores of each group that the environment returned, else of those that it dropped."""
+        return [_scores(group) for group in self.returned or self.scored]
 
 
 _present: ContextVar[Rollout | None] = ContextVar("rollout", default=None)
@@ -77,10 +85,10 @@ def generated(group: Any) -> int:
         return 0  # not a list of numbers: the group is refused later, with its reason
 
 
-def _scores(group: Mapping[str, Any]) -> list[float]:
+def _scores(group: Any) -> list[float]:
     try:
-        return [float(score) for score in group.get("scores") or []]
-    except (TypeError, ValueError):
+        return [float(score) for score in group["scores"]]
+    except (TypeError, ValueError, KeyError):
         return []
 
 

@@ -24,6 +24,7 @@ from atropos_common.protocol.control import Role
 from atropos_common.system.run_dir import (
     ENV_API_URL,
     ENV_CHECKPOINTS,
+    ENV_CURRICULUM,
     ENV_ENGINE_URLS,
     ENV_HOLD_GENERATION,
     ENV_LOGDIR,
@@ -524,7 +525,8 @@ def _environment(
         env=_tracked(site, settings, section.name)
         | {ENV_ENGINE_URLS: " ".join(urls)}
         | ({ENV_SEQUENCES: str(sequences_in_flight(site, section))} if derives_workers else {})
-        | ({} if section.refill else {ENV_REFILL: "0"}),
+        | ({} if section.refill else {ENV_REFILL: "0"})
+        | ({} if section.curriculum == "none" else {ENV_CURRICULUM: section.curriculum}),
         depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
         stages=[HOSTED_STAGE, *ENV_STAGES] if is_hosted(command) else ENV_STAGES,
         place=site.place(env_node(site.profile, section)),

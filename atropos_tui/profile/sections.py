@@ -367,6 +367,9 @@ class EnvSection(ComponentOptions):
     refill: bool = True
     """Replace a group with equal scores at once, and start further groups for those expected to end
     flat."""
+    curriculum: Literal["none", "pass_rate"] = "none"
+    """Choice of problems. pass_rate: problems that are always right or always wrong come less
+    often, because a group of equal scores teaches nothing."""
 
     @field_validator("args", mode="before")
     @classmethod

@@ -92,22 +92,23 @@ def begin_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def plain_env(
     folder: Path,
     api: str,
-    collect: Callable[[int], Awaitable[Any]],
+    collect: Callable[[Any], Awaitable[Any]],
     evaluate: Callable[[], Awaitable[None]],
+    item_of: Callable[[int], Any] = int,
     **fields: Any,
 ) -> Any:
-    """A hosted environment of atroposlib's kind: its items are 1, 2, 3 and so on, and its group of
-    an item is what `collect` gives. `fields` are those of its BaseEnvConfig."""
+    """A hosted environment of atroposlib's kind: its items are `item_of` 1, 2, 3 and so on, and its
+    group of an item is what `collect` gives. `fields` are those of its BaseEnvConfig."""
 
     class Plain(BaseEnv):
         async def setup(self) -> None:
             self.count = 0
 
-        async def get_next_item(self) -> int:
+        async def get_next_item(self) -> Any:
             self.count += 1
-            return self.count
+            return item_of(self.count)
 
-        async def collect_trajectories(self, item: int) -> tuple[Any, list[Any]]:
+        async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
             return await collect(item), []
 
         async def evaluate(self, *args: Any, **kwargs: Any) -> None:

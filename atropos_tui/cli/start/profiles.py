@@ -26,6 +26,7 @@ from atropos_tui.profile.budget.memory import (
 )
 from atropos_tui.profile.checks.consistency import (
     check_commands,
+    check_curriculum,
     check_graph,
     check_notes,
     check_profile,
@@ -82,7 +83,7 @@ def checked(
             if not problems:
                 raise
             raise _refused(problems, profile) from None
-        problems += check_graph(profile, stack)
+        problems += [*check_graph(profile, stack), *check_curriculum(profile, stack)]
         if problems:
             inventory = take_inventory(site, named)
             more = (

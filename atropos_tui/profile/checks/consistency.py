@@ -42,7 +42,13 @@ from atropos_tui.profile.site import (
     training_config,
     traits_of,
 )
-from atropos_tui.profile.spec import ComponentSpec, StackSpec, dependency_faults, references
+from atropos_tui.profile.spec import (
+    ComponentSpec,
+    StackSpec,
+    dependency_faults,
+    is_hosted,
+    references,
+)
 from trainer_core.config import TrainingConfig, never_filled, sharding_contradictions
 
 MAX_REASON = 1000
@@ -128,6 +134,21 @@ def check_graph(profile: Profile, stack: StackSpec) -> list[Problem]:
     return [
         replace(each, key=f"{profile.section_of(each.key)}.depends_on")
         for each in dependency_faults(stack)
+    ]
+
+
+def check_curriculum(profile: Profile, stack: StackSpec) -> list[Problem]:
+    """Environments whose items nobody can choose, because they do not run in our host."""
+    hosted = {spec.name for spec in stack.components if is_hosted(spec.command)}
+    fix = 'run it by `module` or `script`, from a class of atroposlib\'s BaseEnv, or set "none"'
+    return [
+        Problem(
+            f"curriculum needs an environment that atropos-tui hosts, and {env.name} is not",
+            fix,
+            key=f"env.{index}.curriculum",
+        )
+        for index, env in enumerate(profile.env)
+        if env.curriculum != "none" and env.name not in hosted
     ]
 
 

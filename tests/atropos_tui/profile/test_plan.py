@@ -17,6 +17,7 @@ from atropos_tui.errors import UserError
 from atropos_tui.profile.budget.memory import take_inventory
 from atropos_tui.profile.checks.consistency import (
     check_commands,
+    check_curriculum,
     check_graph,
     check_notes,
     check_profile,
@@ -836,6 +837,21 @@ def test_an_environment_is_told_not_to_refill() -> None:
     for refill, told in ((True, None), (False, "0")):
         parts = stack(profile(env={"module": "json", "refill": refill})).components
         assert [part.env.get("ATROPOS_REFILL") for part in parts if part.role == "env"] == [told]
+
+
+def test_an_environment_chooses_by_pass_rate_only_in_our_host() -> None:
+    ours = {"module": "atropos_envs.arithmetic_server"}
+    for env, given, problems in (
+        (ours, None, 0),
+        (ours | {"curriculum": "pass_rate"}, "pass_rate", 0),
+        ({"command": ["sleep", "1"], "curriculum": "pass_rate"}, "pass_rate", 1),
+    ):
+        planned = stack(chosen := profile(env=env))
+        part = next(part for part in planned.components if part.role == "env")
+        assert part.env.get("ATROPOS_CURRICULUM") == given
+        found = check_curriculum(chosen, planned)
+        assert len(found) == problems
+        assert all(each.key == "env.0.curriculum" and "module" in each.fix for each in found)
 
 
 def test_replay_lets_every_engine_that_is_fed_record_its_experts() -> None:
