@@ -679,11 +679,11 @@ class CurriculumCounts(BaseModel):
     offered: int
     """Items that the environment offered."""
     skipped: int
-    """Of these, items that did not go."""
+    """Offered items that did not go."""
     known: int
-    """Of these, items with an earlier result."""
+    """Offered items with an earlier result."""
     without_key: int
-    """Of these, items without a stable content; they always go."""
+    """Offered items without a stable content; they always go."""
     flat_share: float | None = None
     """Share of flat groups among about the newest 200."""
     flat_share_without: float | None = None
