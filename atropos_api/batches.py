@@ -24,11 +24,11 @@ from atropos_common.net.http import AFTER_HEADER, BATCH_HEADER
 PATH = "/batch"
 SHARE_PATH = "/share"
 # Seconds that a request with `AFTER_HEADER` waits for a batch.
-HOLD_S = 0.5
+LONG_POLL_S = 0.5
 # Seconds between two checks of the queue. atroposlib appends to it without any event to wait for.
 POLL_S = 0.01
 # A live environment asks whenever it reads run-api's status.
-SILENT_S = 30.0
+DEAD_AFTER_S = 30.0
 # A slow environment needs time for a group; a stuck one must not stop training.
 LEND_S = 120.0
 # Share of an environment with almost no weight; atroposlib's `MIN_ENV_WEIGHT`.
@@ -71,7 +71,7 @@ class Batches:
             await self._app(scope, receive, send)
 
     async def _answer(self, after: str | None) -> Response:
-        give_up = time.monotonic() + (0.0 if after is None else HOLD_S)
+        give_up = time.monotonic() + (0.0 if after is None else LONG_POLL_S)
         while True:
             # Without a trainer there is no batch size, and after /reset_data no queue.
             if getattr(self._state, "batchsize", 0) < 1 or not hasattr(self._state, "queue"):
@@ -194,7 +194,7 @@ def add_listing(app: FastAPI) -> None:
 # In order of arrival the fastest environment would fill every batch. So each connected environment
 # is owed `weight / sum of weights` of a batch, and a surplus or deficit carries over. A batch waits
 # for an environment that is owed more than it has sent, unless it
-# - has not asked for its share for `SILENT_S`: its process is dead or hangs;
+# - has not asked for its share for `DEAD_AFTER_S`: its process is dead or hangs;
 # - reports that none of its groups can be sent (`barren`);
 # - has sent nothing for `LEND_S` while a batch waited for it.
 # The others use its share until it sends a group again.
@@ -350,7 +350,7 @@ class Shares:
             share.short_since, share.lent = None, False
         # Batches remove groups; without this a later arrival would go unnoticed.
         share.seen = min(share.seen, queued)
-        if share.asked_at is not None and now - share.asked_at > SILENT_S:
+        if share.asked_at is not None and now - share.asked_at > DEAD_AFTER_S:
             return False
         late = share.short_since is not None and now - share.short_since > LEND_S
         if late and not share.lent:

@@ -29,7 +29,7 @@ BOX = "\\boxed"
 LONGEST_ANSWER = 400
 # Timeout for parsing an answer, and for comparing it; it blocks the event loop. A usual answer
 # takes milliseconds. The first one on a busy machine takes over a second: it imports sympy.
-PATIENCE_S = 3
+VERIFY_TIMEOUT_S = 3
 
 
 class MathProblem(TypedDict):
@@ -147,7 +147,7 @@ def parse_answer(text: str) -> list[Any]:
             answer,
             extraction_config=_extraction(),
             extraction_mode="first_match",
-            parsing_timeout=PATIENCE_S,
+            parsing_timeout=VERIFY_TIMEOUT_S,
         )
     )
 
@@ -163,7 +163,7 @@ def is_right(completion: str, gold: list[Any]) -> bool:
     from math_verify import verify
 
     answer = parse_answer(completion.rpartition(THINK_END)[2])
-    return bool(verify(gold, answer, timeout_seconds=PATIENCE_S))
+    return bool(verify(gold, answer, timeout_seconds=VERIFY_TIMEOUT_S))
 
 
 def group_scores(right: Sequence[bool], lengths: Sequence[int], longest: int) -> list[float]:

@@ -164,7 +164,7 @@ class ComponentStatus(Message):
     diagnosis: str = ""
 
 
-SILENT_S = 7.0
+NODE_SILENT_S = 7.0
 """Seconds without a message after which a node counts as silent; a node agent sends one every two
 seconds."""
 

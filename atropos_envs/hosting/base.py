@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 # Seconds that process and evaluate wait for the inference server.
 ONE_OFF_PATIENCE_S = 60.0
 # Seconds of the last evaluation after SIGTERM, well below the supervisor's grace period.
-LEAVE_S = 3.0
+LAST_EVALUATION_S = 3.0
 
 
 class StackEnv(Hosted):
@@ -252,7 +252,7 @@ class StackEnv(Hosted):
             # The evaluation that held the old lock is cancelled.
             self._evaluating = asyncio.Lock()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.evaluate(wait=False), LEAVE_S)
+                await asyncio.wait_for(self.evaluate(wait=False), LAST_EVALUATION_S)
 
 
 def epochs(items: Sequence[Any], rng: random.Random) -> Iterator[Any]:

@@ -47,11 +47,11 @@ from atropos_tui.monitor.why import next_stage
 
 T = TypeVar("T")
 _BEYOND_ASCII = re.compile("[^ -~\n]")
-LOOK_S = 0.5
+READ_EVERY_S = 0.5
 """Seconds between two reads of the telemetry of a run without a screen."""
-EVERY_S = 2.0
+STEP_LINE_EVERY_S = 2.0
 """Seconds between two lines about training."""
-PATIENCE_S = 2.0
+FLUSH_TIMEOUT_S = 2.0
 """Seconds that the end of a command waits for a reader."""
 PARTING_S = 60.0
 BACKLOG = 10_000
@@ -251,13 +251,15 @@ class StepLines:
         while True:
             # In a thread: a slow disk must not delay the supervisor, which shares this event loop.
             await asyncio.to_thread(self.look)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(READ_EVERY_S)
 
     def look(self, *, last: bool = False) -> None:
         """Read new records, and print the newest step if it is due or `last`."""
         with self._looking:
             self._read()
-            if self._unprinted and (last or time.monotonic() - self._printed_at >= EVERY_S):
+            if self._unprinted and (
+                last or time.monotonic() - self._printed_at >= STEP_LINE_EVERY_S
+            ):
                 self._say(self._unprinted)
                 self._unprinted, self._printed_at = "", time.monotonic()
 
@@ -320,10 +322,10 @@ class Printer:
         if self._dropped:
             self.say(f"({self._dropped} lines were not printed; `atropos-tui events` shows them)")
         try:
-            self._lines.put(None, timeout=PATIENCE_S)
+            self._lines.put(None, timeout=FLUSH_TIMEOUT_S)
         except queue.Full:
             return
-        self._thread.join(PATIENCE_S)
+        self._thread.join(FLUSH_TIMEOUT_S)
 
     def _print(self) -> None:
         while (line := self._lines.get()) is not None:

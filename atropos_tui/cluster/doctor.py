@@ -21,9 +21,9 @@ from typing import Any
 from atropos_tui.cli.answers import Check
 from atropos_tui.cli.doctor.machine import (
     BUSY_SHARE,
+    LEAST_SHARED_MEMORY,
     OPEN_FILES,
     PROCESSES,
-    SHARED_MEMORY,
     fail,
     ok,
     warn,
@@ -37,7 +37,7 @@ from atropos_tui.profile.spec import Node, Place, StackSpec
 WORST_SKEW_S, SKEW_S = 10.0, 1.0
 """Seconds of clock skew at which records are out of order, and at which charts look wrong."""
 CLOCK_READINGS = 3
-SEEN_S = 5.0
+NEW_FILE_S = 5.0
 """Seconds after which a network file system must show a new file."""
 IMPORT_S = 180.0
 """Seconds for `import torch` on a cold network disk."""
@@ -258,7 +258,7 @@ class NodeChecks:
                 "InfiniBand locks memory"
             )
             self._warn("limit memlock", bytes_text(limits["memlock"]), fix)
-        if free < SHARED_MEMORY:
+        if free < LEAST_SHARED_MEMORY:
             fix = "mount -o remount,size=8g /dev/shm there: it holds queues of NCCL and vLLM"
             self._warn(
                 "/dev/shm", f"{bytes_text(free)} free of {bytes_text(facts['shm']['total'])}", fix
@@ -289,7 +289,7 @@ class NodeChecks:
         ours.write_text(token, encoding="utf-8")
         try:
             answer = await far.ask("folder", path=str(self.folder), token=token, write=back)
-            deadline = asyncio.get_running_loop().time() + SEEN_S
+            deadline = asyncio.get_running_loop().time() + NEW_FILE_S
             # NFS caches directory entries for some seconds, so a new file may appear late.
             while answer["text"] != token and asyncio.get_running_loop().time() < deadline:
                 await asyncio.sleep(0.2)
@@ -363,7 +363,7 @@ class NodeChecks:
 
 
 async def _appears(path: Path) -> bool:
-    deadline = asyncio.get_running_loop().time() + SEEN_S
+    deadline = asyncio.get_running_loop().time() + NEW_FILE_S
     while not (found := path.exists()) and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0.2)
     return found

@@ -62,7 +62,7 @@ OWNER_HEARTBEAT_S = 3.0
 """Seconds between two heartbeats of an idle supervisor."""
 SURVEY_S = 5.0
 """Seconds between two surveys of members and their files in /dev/shm."""
-SWEEP_S = 8.0
+SWEEP_TIMEOUT_S = 8.0
 
 
 def environment(job: Mapping[str, Any], here: Mapping[str, str]) -> dict[str, str]:
@@ -321,7 +321,7 @@ def sweep(job: Mapping[str, Any]) -> int:
         procfs.send(end, signal.SIGKILL)
     tracker.add(job["name"], job["pid"] or -1)
     killed: set[tuple[int, int]] = set()
-    give_up = time.monotonic() + SWEEP_S
+    give_up = time.monotonic() + SWEEP_TIMEOUT_S
     while (
         rows := [row for row in tracker.members(job["name"]) if row.pid not in mine]
     ) and time.monotonic() < give_up:

@@ -32,9 +32,9 @@ GUARD = (
     "; in the login shell's start-up files (.bashrc) put `[ -t 0 ] &&` before lines that start a "
     "shell or ask questions"
 )
-ANSWER_S = 30.0
+CALL_TIMEOUT_S = 30.0
 """Seconds; a busy srun takes some to begin a step."""
-LEAVE_S = 2.0
+CLOSE_TIMEOUT_S = 2.0
 NOT_THERE = re.compile(r"No such file or directory|not found", re.IGNORECASE)
 LONGEST_LINE = 1 << 20
 
@@ -85,7 +85,7 @@ class NodeConnection:
         """Start the probe; it ends with the `async with`.
 
         Raises:
-            NodeFault: it does not answer within `ANSWER_S`.
+            NodeFault: it does not answer within `CALL_TIMEOUT_S`.
         """
         try:
             # -I: neither the node's current folder nor its PYTHONPATH can change the probe. A
@@ -104,9 +104,9 @@ class NodeConnection:
             raise NodeFault(f"{program} cannot be run here: {error.strerror}", fix) from None
         line, source = cls(place, process), Path(node_probe.__file__).read_bytes()
         try:
-            await line._answer(b"", ANSWER_S, None)
+            await line._answer(b"", CALL_TIMEOUT_S, None)
             line._listens = True
-            await line._answer(b"%d\n%b" % (len(source), source), ANSWER_S, None)
+            await line._answer(b"%d\n%b" % (len(source), source), CALL_TIMEOUT_S, None)
             yield line
         finally:
             await line._close()
@@ -115,7 +115,7 @@ class NodeConnection:
         self,
         question: str,
         *,
-        limit_s: float = ANSWER_S,
+        limit_s: float = CALL_TIMEOUT_S,
         stage: Callable[[str], None] | None = None,
         **arguments: Any,
     ) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class NodeConnection:
                 answer: dict[str, Any] = json.loads(text)
                 return answer
         code = await self._process.wait()
-        await asyncio.wait({self._reading}, timeout=LEAVE_S)
+        await asyncio.wait({self._reading}, timeout=CLOSE_TIMEOUT_S)
         raise explain(
             self._errors,
             code,
@@ -185,7 +185,7 @@ class NodeConnection:
         assert process.stdin is not None
         process.stdin.close()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LEAVE_S):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await process.wait()
         # The whole session: a launcher such as ssh may have helpers.
         with contextlib.suppress(ProcessLookupError):

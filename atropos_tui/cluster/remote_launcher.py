@@ -27,7 +27,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, TypeAdapter
 
-from atropos_common.protocol.control import SILENT_S, GpuStatus
+from atropos_common.protocol.control import NODE_SILENT_S, GpuStatus
 from atropos_common.system.run_dir import ENV_RUN_ID
 from atropos_tui.cluster.frames import Connection, head
 from atropos_tui.cluster.node_agent import ARGUMENTS, MAGIC, OWNER_HEARTBEAT_S
@@ -48,7 +48,7 @@ from atropos_tui.supervisor.processes.launch import Launch, scratch_name
 from atropos_tui.supervisor.processes.logs import LogDrain, LogFile, read_some, widen
 from atropos_tui.supervisor.processes.process import Ending, end_words, spawn
 
-LOOK_S = 1.0
+CHECK_EVERY_S = 1.0
 LOST_S = 20.0
 """Seconds of silence after which a node agent is lost."""
 CONNECT_S = 60.0
@@ -57,12 +57,12 @@ LOGIN_S = 20.0
 """Seconds of a login after which the log says that the node does not answer."""
 LAST_WORDS_S = 1.0
 """Seconds to wait for the exit of a prefix, which explains a broken connection."""
-SETTLE_S = 10.0
+PREFIX_EXIT_S = 10.0
 """Seconds for the exit of a prefix after its node agent; then it is killed."""
-SWEEP_S = 15.0
+SWEEP_TIMEOUT_S = 15.0
 """Seconds for a sweep; a lost node never answers."""
-MEASURE_S = 2.0
-ANSWER_S = 0.3
+MEASURE_EVERY_S = 2.0
+MEASURE_TIMEOUT_S = 0.3
 """Seconds for usage figures of other nodes."""
 OF_THIS_HOST = re.compile(
     r"(HOME|USER|LOGNAME|SHELL|PWD|OLDPWD|SHLVL|_|MAIL|TERM|HOSTNAME|TMPDIR|TMP|TEMP|DISPLAY|LS_COLORS|PATH"
@@ -74,7 +74,7 @@ OF_THIS_HOST = re.compile(
 _USAGE = TypeAdapter(Usage)
 
 _SWEEPERS = ThreadPoolExecutor(16, "sweep")
-"""Each lost node blocks a thread for `SWEEP_S`; ends of other components must not wait for it."""
+"""Each lost node blocks a thread for `SWEEP_TIMEOUT_S`; ends of other components must not wait."""
 
 
 def prefix_env(run_id: str) -> dict[str, str]:
@@ -265,13 +265,17 @@ class Far:
         return time.time() - (time.monotonic() - self._frame_at)
 
     async def measure(self) -> None:
-        """Request new figures if the old ones are outdated; waits up to `ANSWER_S`."""
-        if time.monotonic() - self._asked_at > MEASURE_S and self.pid and self.exit_code is None:
+        """Request new figures if the old ones are outdated; waits up to `MEASURE_TIMEOUT_S`."""
+        if (
+            time.monotonic() - self._asked_at > MEASURE_EVERY_S
+            and self.pid
+            and self.exit_code is None
+        ):
             self._asked_at = time.monotonic()
             self._measured.clear()
             self._out.send("measure")
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._measured.wait(), ANSWER_S)
+                await asyncio.wait_for(self._measured.wait(), MEASURE_TIMEOUT_S)
 
     # Losing a component.
 
@@ -284,7 +288,7 @@ class Far:
             self._task(self._lose(f"nothing was heard from there for {quiet_s:.0f} s"))
         elif not self._begun and quiet_s > CONNECT_S:
             self._task(self._lose(f"it did not answer within {quiet_s:.0f} s"))
-        elif quiet_s > (SILENT_S if self._begun else LOGIN_S) and not self._reported:
+        elif quiet_s > (NODE_SILENT_S if self._begun else LOGIN_S) and not self._reported:
             self._reported = True
             what = "has said nothing" if self._begun else "has not answered"
             self._note(
@@ -379,7 +383,7 @@ class Far:
         self._leaving = True
         self._channels.close()
         self._out.close()
-        await self._end_prefix(SETTLE_S)
+        await self._end_prefix(PREFIX_EXIT_S)
         # One turn of the event loop, for the callback of the prefix's exit.
         await asyncio.sleep(0)
         self._loop.remove_reader(self._line.reading)
@@ -503,7 +507,7 @@ class RemoteLauncher(DirectLauncher):
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_EVERY_S)
             for far in list(self._alive().values()):
                 far.look()
 
@@ -533,7 +537,7 @@ def sweep_there(entry: FarEntry, run_id: str) -> str:
     except OSError as error:
         return f"{entry.command[0]}: {error.strerror}"
     procfs.SPAWNED.add(prefix.pid)
-    killing = threading.Timer(SWEEP_S, lambda: os.killpg(prefix.pid, signal.SIGKILL))
+    killing = threading.Timer(SWEEP_TIMEOUT_S, lambda: os.killpg(prefix.pid, signal.SIGKILL))
     # communicate() has no timeout for the read of `_until_magic`, so a timer kills the prefix.
     killing.start()
     try:
@@ -547,7 +551,7 @@ def sweep_there(entry: FarEntry, run_id: str) -> str:
     if output.rpartition(MAGIC)[2].startswith(b"gone "):
         return ""
     last = words.decode(errors="replace").strip().splitlines()[-1:]
-    return last[0] if last else f"no answer within {SWEEP_S:g} s"
+    return last[0] if last else f"no answer within {SWEEP_TIMEOUT_S:g} s"
 
 
 def _until_magic(prefix: subprocess.Popen[bytes]) -> bytes:

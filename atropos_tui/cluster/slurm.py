@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 LEAD_S = 300
 """Seconds between the signal to save and the time limit; see `lead_s`."""
-ANSWER_S = 15.0
+COMMAND_TIMEOUT_S = 15.0
 """Seconds for a command of SLURM."""
 POLL_S = 1.0
 TRIES = 3
@@ -84,7 +84,7 @@ def _ask(*command: str) -> subprocess.CompletedProcess[str] | None:
             command,
             capture_output=True,
             text=True,
-            timeout=ANSWER_S,
+            timeout=COMMAND_TIMEOUT_S,
             check=False,
             stdin=subprocess.DEVNULL,
         )
@@ -110,7 +110,7 @@ def find_job(job_id: str) -> Job | None:
         said = (
             answer.stderr.strip().splitlines()[-1]
             if answer and answer.stderr.strip()
-            else f"in {ANSWER_S:g} s"
+            else f"in {COMMAND_TIMEOUT_S:g} s"
         )
         raise UserError(
             "SLURM does not answer",
@@ -355,7 +355,9 @@ def go_on_later(run: RunDir, steps: int) -> None:
             flush=True,
         )
         return
-    time.sleep(ANSWER_S)  # SLURM kills this process on requeue; an earlier exit would end the job
+    time.sleep(
+        COMMAND_TIMEOUT_S
+    )  # SLURM kills this process on requeue; an earlier exit would end the job
 
 
 # --- outside a job
@@ -474,7 +476,7 @@ def submit(run: RunDir, text: str) -> Job:
         said = (
             answer.stderr.strip()
             if answer
-            else f"no answer within {ANSWER_S:.0f} s: is slurmctld up? (sinfo)"
+            else f"no answer within {COMMAND_TIMEOUT_S:.0f} s: is slurmctld up? (sinfo)"
         )
         reason = said.removeprefix("sbatch: error: ").replace("\nsbatch: error: ", "; ")
         fix = (

@@ -26,7 +26,7 @@ from atropos_tui.diagnoses.model import (
 from atropos_tui.diagnoses.roots import is_passing, root_error
 from atropos_tui.profile.spec import ComponentSpec
 
-USAGE = r"^(?:[\w ./-]+: )?error: .+|^usage: .+|unrecognized arguments.+|ValidationError.*"
+USAGE_LINE = r"^(?:[\w ./-]+: )?error: .+|^usage: .+|unrecognized arguments.+|ValidationError.*"
 """Error messages of argparse, click and pydantic."""
 OWN_USAGE = (
     r"^(?:vllm_server|SmolLM2): .+|^atropos: cannot start .+|^\S+ \S+ ERROR atropos_envs\S* .+"
@@ -96,7 +96,7 @@ def not_executable(found: Evidence) -> tuple[str, str, str] | None:
 
 def refused_arguments(found: Evidence) -> tuple[str, str, str] | None:
     """Name the flags that argparse or pydantic refused."""
-    if found.exit_code != 2 or (hit := found.last(USAGE)) is None:
+    if found.exit_code != 2 or (hit := found.last(USAGE_LINE)) is None:
         return None
     unknown, wrong = UNKNOWN_FLAGS.search(hit[1]), WRONG_FLAG.search(hit[1])
     flags = " ".join(word for word in unknown[1].split() if word.startswith("-")) if unknown else ""
@@ -106,7 +106,7 @@ def refused_arguments(found: Evidence) -> tuple[str, str, str] | None:
 
 
 def is_wrong_usage(found: Evidence) -> bool:
-    hit = found.last(f"{USAGE}|{OWN_USAGE}") if found.exit_code == 2 else None
+    hit = found.last(f"{USAGE_LINE}|{OWN_USAGE}") if found.exit_code == 2 else None
     return hit is not None and not is_passing(hit[1])
 
 

@@ -30,13 +30,13 @@ STEPS, STEPS_S = 4, 6.0
 """Steps that are enough for a window, and its shortest length in seconds."""
 LEAST_S = 8.0
 """Shortest window, in seconds, from which waiting is concluded."""
-PAUSE_S = 5.0
+SETTLING_S = 5.0
 COUNTS_S = 30.0
 """Window for counting groups, in seconds."""
 FAULT_STEPS = 5
 """Newest steps in which malformed rollouts are counted."""
-ASK_S = 1.5
-ANSWER_S = 2.0
+SCRAPE_EVERY_S = 1.5
+SCRAPE_TIMEOUT_S = 2.0
 RUNNING, TOKENS = "vllm:num_requests_running", "vllm:generation_tokens_total"
 QUEUED = "vllm:num_requests_waiting"
 READ = (METRIC_CAPACITY, METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS, RUNNING, QUEUED, TOKENS)
@@ -130,7 +130,7 @@ class FlowWatch:
         self._unhosted = self.environments[0] if alone else ""
         """The only environment, if it does not count its groups."""
         self._seen: Counter[str] = Counter()
-        self._http = asking("", ANSWER_S)
+        self._http = asking("", SCRAPE_TIMEOUT_S)
         steps = next(
             (
                 _flag(spec.command, "--training-steps")
@@ -189,7 +189,7 @@ class FlowWatch:
         self, parts: Sequence[Part], now: float, get: Callable[[str], str | None] | None = None
     ) -> None:
         if (
-            abs(now - self._asked_at) < ASK_S
+            abs(now - self._asked_at) < SCRAPE_EVERY_S
         ):  # abs(): a clock that was set back does not stop polling
             return
         self._asked_at = now
@@ -232,7 +232,10 @@ class FlowWatch:
                     (each.since for each in parts if each.role is not Role.ENV), default=now
                 )
                 begin = max(
-                    now - span, settled, env.asks_since or now, (env.registered_at or 0.0) + PAUSE_S
+                    now - span,
+                    settled,
+                    env.asks_since or now,
+                    (env.registered_at or 0.0) + SETTLING_S,
                 )
                 if trainer is not None and looks and now - begin >= min(span, LEAST_S):
                     flow = _with_engines(flow, looks, begin)
@@ -383,8 +386,8 @@ def _with_engines(flow: Flow, looks: Iterable[Iterable[EngineLook]], begin: floa
 
 
 def _with_engine(flow: Flow, looks: Iterable[EngineLook], begin: float) -> Flow:
-    # One look before `begin` is allowed, since looks are up to ASK_S apart.
-    inside = [look for look in looks if look.at >= begin - ASK_S]
+    # One look before `begin` is allowed, since looks are up to SCRAPE_EVERY_S apart.
+    inside = [look for look in looks if look.at >= begin - SCRAPE_EVERY_S]
     if len(inside) < 2:
         return flow
     first, last = inside[0], inside[-1]

@@ -23,7 +23,7 @@ from atropos_tui.diagnoses.model import Diagnosis, Ends, Layer, Rule, shortened
 from atropos_tui.diagnoses.stall_rules import Flow, Part, RunSnapshot
 
 MANY = 8
-SILENT_S = 20.0
+ENV_SILENT_S = 20.0
 """Seconds without a request after which a registered environment is silent."""
 HOSTED_WAITS = (
     "Move calls that block its event loop (time.sleep, requests, a large computation) to "
@@ -162,7 +162,7 @@ def failing(env: str, flow: Flow) -> Judgement:
 def silent(env: str, flow: Flow) -> Judgement:
     if (
         flow.could_ask_s is None
-        or flow.could_ask_s < SILENT_S
+        or flow.could_ask_s < ENV_SILENT_S
         or flow.asked_s is not None
         or flow.requests
     ):

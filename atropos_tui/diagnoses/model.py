@@ -14,7 +14,7 @@ from atropos_common.protocol.control import Role
 from atropos_common.protocol.records import DiagnosisRecord, Severity
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 
-QUIET_S = 600.0
+LONGEST_ABSENCE_S = 600.0
 """Longest absence, in seconds, that a recurring problem needs before its diagnosis ends."""
 WORK_S = 20.0
 """Seconds of work without the line before a log diagnosis ends."""
@@ -252,7 +252,7 @@ class Finding:
         """True if there was no evidence for long enough, or the clock jumped as far."""
         # abs(): after the clock was set back, `seen_at` may lie far ahead.
         return self.open is not None and abs(now - self.seen_at) >= min(
-            QUIET_S, after_s * self.slower
+            LONGEST_ABSENCE_S, after_s * self.slower
         )
 
     @property

@@ -10,7 +10,7 @@ import httpx
 
 from atropos_common.net.http import LIMITS, certificates, key_headers
 
-PATIENCE_S = 10.0
+RESPONSE_TIMEOUT_S = 10.0
 """Limit of a whole response, in seconds."""
 MOST_BYTES = 64 * 1024 * 1024
 """Limit of a response body; a group can be large."""
@@ -35,7 +35,7 @@ def fetch(http: httpx.Client, url: str, most_bytes: int = MOST_BYTES) -> bytes:
     Raises:
         httpx.HTTPError: no response, a status other than 200, or a body over the limits.
     """
-    give_up, parts, size = time.monotonic() + PATIENCE_S, list[bytes](), 0
+    give_up, parts, size = time.monotonic() + RESPONSE_TIMEOUT_S, list[bytes](), 0
     with http.stream("GET", url) as answer:
         answer.raise_for_status()
         for part in answer.iter_bytes():

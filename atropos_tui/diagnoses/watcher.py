@@ -50,10 +50,10 @@ from atropos_tui.diagnoses.stall_rules import (
 )
 from atropos_tui.profile.spec import StackSpec
 
-LOOK_S = 1.0
-ASK_S = 30.0
+CHECK_EVERY_S = 1.0
+API_EVERY_S = 30.0
 """Seconds between two queries of run-api's state, while the run is stalled."""
-ANSWER_S = 3.0
+API_TIMEOUT_S = 3.0
 LIST_S = 2.0
 """Seconds between two queries for registrations, while one is missing."""
 DISK_S = 10.0
@@ -110,7 +110,7 @@ class Watcher:
     async def watch(self) -> None:
         """Look until cancelled. An exception becomes a diagnosis; the run goes on."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_EVERY_S)
             try:
                 # Shielded: records are read once, so a look must publish its findings even if this
                 # task is cancelled.
@@ -280,7 +280,7 @@ class Watcher:
         )
         if stalled_s(run) is None:
             self._api = None
-        elif abs(bare.now - self._asked_at) >= ASK_S:
+        elif abs(bare.now - self._asked_at) >= API_EVERY_S:
             self._asked_at = bare.now
             self._api = ask_api(self._api_url) if self._api_url else None
         return replace(run, api=self._api)
@@ -341,7 +341,7 @@ class Watcher:
 def registrations(url: str) -> list[tuple[str, float]]:
     """Name and registration time (Unix seconds) of each environment at `url`."""
     try:
-        with asking(url, ANSWER_S) as http:
+        with asking(url, API_TIMEOUT_S) as http:
             answer = json.loads(fetch(http, "/envs"))
         return [
             (str(env["name"]), float(env["registered_at"]))
@@ -362,7 +362,7 @@ def _newest_group(http: httpx.Client) -> int:
 def ask_api(url: str) -> ApiView:
     """Query run-api; fetch its newest group only if groups wait, because it may be large."""
     try:
-        with asking(url, ANSWER_S) as http:
+        with asking(url, API_TIMEOUT_S) as http:
             status, info = (json.loads(fetch(http, path)) for path in ("/status", "/info"))
             queue = int(status.get("queue_size") or 0)
             group = _newest_group(http) if queue else 0

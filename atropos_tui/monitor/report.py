@@ -24,6 +24,7 @@ from atropos_common.protocol.records import SCHEMA_VERSION, DiagnosisRecord, Rol
 from atropos_common.system.files import names_in, read_regular
 from atropos_common.system.run_dir import LATEST_TIME, RunDir
 from atropos_tui import __version__
+from atropos_tui.errors import Exit
 from atropos_tui.monitor.bench import benchmark_state, origin, summary_sections, tokens_per_second
 from atropos_tui.monitor.charts import CHARTS, WRITERS, Along, ChartSpec, CurveSpec
 from atropos_tui.monitor.format import (
@@ -74,7 +75,6 @@ from atropos_tui.monitor.why import open_diagnoses
 from atropos_tui.profile.redact import mask
 from trainer_core.config import TrainingConfig
 
-INTERRUPTED = 130
 # Rollouts on the page: whole groups, newest first, until this number is reached.
 SAMPLES = 24
 QUESTION_CHARS = 300  # of a group's question in its heading
@@ -158,7 +158,7 @@ def _verdict(status: RunStatus) -> tuple[str, str]:
         return f"● {status.phase.value}", "good"
     if is_crashed(status):
         return "▲ ended without a result", "bad"
-    if status.exit_code == INTERRUPTED:
+    if status.exit_code == Exit.INTERRUPTED:
         return f"■ {masked_line(status.reason) or 'interrupted'}", "dim"
     if status.exit_code == 0:
         return "✔ done", "good"

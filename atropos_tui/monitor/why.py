@@ -23,7 +23,7 @@ from atropos_tui.monitor.run.state import RunState
 
 # The trainer is overdue if it is silent for this many seconds and this many usual steps. A
 # diagnosis waits longer, because it is recorded and names a cause.
-SILENT_S, SILENT_STEPS = 10.0, 10
+TRAINER_SILENT_S, TRAINER_SILENT_STEPS = 10.0, 10
 
 PIDS_SHOWN = 8
 DIAGNOSES_SHOWN = 5
@@ -295,7 +295,7 @@ def silent_s(state: RunState, now: float) -> float | None:
     if state.benchmark or state.trainer_time is None:  # the summary is the trainer's last record
         return None
     silent, step_s = now - state.trainer_time, pace(state, None).step_s or 0.0
-    return silent if silent > max(SILENT_S, SILENT_STEPS * step_s) else None
+    return silent if silent > max(TRAINER_SILENT_S, TRAINER_SILENT_STEPS * step_s) else None
 
 
 def overdue(state: RunState, status: RunStatus, now: float) -> str:

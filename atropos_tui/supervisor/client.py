@@ -46,14 +46,14 @@ Answer = TypeVar("Answer", bound=BaseModel)
 SHARED_TEMPORARY = Path("/tmp")
 NAME_BYTES = 25
 """Longest file name of a socket, in bytes."""
-ANSWER_S = 10.0
+CONTROL_TIMEOUT_S = 10.0
 """Timeout of one try, in seconds; `wait` and `events` take longer."""
-FIRST_S = 2.0
+FIRST_TIMEOUT_S = 2.0
 """Timeout of the first try, in seconds; then the client checks whether the supervisor is
 stopped."""
 TRIES = 3
 """Tries of a GET. A command is sent once: it must not run twice."""
-PAUSE_S = 0.2
+RETRY_PAUSE_S = 0.2
 
 
 class NoSupervisor(Exception):
@@ -145,7 +145,7 @@ class ControlClient:
         http = self._connection()
         try:
             async with http.stream(
-                "GET", "/events", params=params, timeout=httpx.Timeout(ANSWER_S, read=None)
+                "GET", "/events", params=params, timeout=httpx.Timeout(CONTROL_TIMEOUT_S, read=None)
             ) as answer:
                 if answer.status_code != 200:
                     raise _failure(self.run_dir.root, answer.status_code, await answer.aread())
@@ -188,7 +188,9 @@ class ControlClient:
         """Wait for `ready`, `done` or a component; `timeout` in seconds."""
         params = {"for": for_} | ({} if timeout is None else {"timeout": str(timeout)})
         # The supervisor answers at the end of `timeout`, so the client waits a little longer.
-        patience = httpx.Timeout(ANSWER_S, read=None if timeout is None else timeout + ANSWER_S)
+        patience = httpx.Timeout(
+            CONTROL_TIMEOUT_S, read=None if timeout is None else timeout + CONTROL_TIMEOUT_S
+        )
         return await self._get("/wait", WaitResult, params=params, timeout=patience)
 
     async def _get(self, path: str, kind: type[Answer], **options: Any) -> Answer:
@@ -200,7 +202,7 @@ class ControlClient:
         tries = TRIES if method == "GET" else 1
         for left in reversed(range(tries)):
             http = self._connection()
-            patience = httpx.Timeout(FIRST_S if left == TRIES - 1 else ANSWER_S)
+            patience = httpx.Timeout(FIRST_TIMEOUT_S if left == TRIES - 1 else CONTROL_TIMEOUT_S)
             try:
                 answer = await http.request(method, path, timeout=timeout or patience, **options)
                 break
@@ -215,7 +217,7 @@ class ControlClient:
                     if method != "GET" and not isinstance(error, httpx.TimeoutException):
                         await self.status()  # raises NoSupervisor if it has gone
                     raise self._silent(error, command=method != "GET") from error
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(RETRY_PAUSE_S)
         if answer.status_code >= 400:
             raise _failure(self.run_dir.root, answer.status_code, answer.content)
         return answer

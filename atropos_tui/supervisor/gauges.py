@@ -27,12 +27,12 @@ from atropos_tui.diagnoses.questions import asking, fetch_page
 from atropos_tui.diagnoses.stall_rules import RUNS, Flow
 from atropos_tui.supervisor.processes import procfs
 
-EVERY_S = 5.0
+GAUGES_EVERY_S = 5.0
 MOST_BYTES = 2_000_000
 """File size above which every second old line is dropped."""
 DENSE = 720
 """Newest lines that are always kept: one hour."""
-ANSWER_S = 1.0
+SCRAPE_TIMEOUT_S = 1.0
 MOST_ANSWER_BYTES = 4_000_000
 """Largest metrics page, in bytes."""
 _GAUGES = {
@@ -70,7 +70,7 @@ class GaugeReader:
     def __init__(self, urls: Mapping[str, str]) -> None:
         """`urls`: base URL of each component."""
         self._urls = urls
-        self._http = asking("", ANSWER_S)
+        self._http = asking("", SCRAPE_TIMEOUT_S)
         self._machine = procfs.MachineMeter()
 
     def read(self, status: RunStatus, flows: Mapping[str, Flow], folder: Path) -> GaugesRecord:
@@ -107,7 +107,7 @@ class GaugeReader:
     def _ask(self, routes: list[tuple[ComponentStatus, str]]) -> list[str | None]:
         if not routes:
             return []
-        # One thread per address, so that a slow one delays the line by at most `ANSWER_S`.
+        # One thread per address, so that a slow one delays the line by at most `SCRAPE_TIMEOUT_S`.
         with ThreadPoolExecutor(len(routes), thread_name_prefix="gauges") as pool:
             return list(
                 pool.map(lambda route: self._page(self._urls[route[0].name] + route[1]), routes)
@@ -181,12 +181,12 @@ async def record_gauges(
     flows: Callable[[], Mapping[str, Flow]],
     urls: Mapping[str, str],
 ) -> None:
-    """Write a line every `EVERY_S` seconds until cancelled."""
+    """Write a line every `GAUGES_EVERY_S` seconds until cancelled."""
     reader, file = GaugeReader(urls), GaugesFile(path)
     try:
         while True:
             # Sleep first: at the start nothing answers yet.
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(GAUGES_EVERY_S)
             with contextlib.suppress(OSError):
                 now = await status()
                 record = await asyncio.to_thread(reader.read, now, flows(), path.parent)

@@ -55,7 +55,7 @@ Rows = Sequence[tuple[Mapping[str, str], float]]
 """Label values and value of each row."""
 Kind = GaugeMetricFamily | CounterMetricFamily
 
-STEP: Sequence[Field] = (
+STEP_FIELDS: Sequence[Field] = (
     ("step", "step", "Newest optimizer step."),
     ("loss", "loss", "Loss."),
     ("reward_mean", "reward_mean", "Mean reward of the batch."),
@@ -75,7 +75,7 @@ STEP: Sequence[Field] = (
     ),
     ("weight_version", "weight_version", "Version of the weights after the step."),
 )
-TIMING: Sequence[Field] = (
+TIMING_FIELDS: Sequence[Field] = (
     ("step_s", "step_seconds", "The whole step."),
     ("data_wait_s", "step_data_wait_seconds", "Part of the step: waiting for rollouts."),
     ("train_s", "step_train_seconds", "Part of the step: computing."),
@@ -100,7 +100,7 @@ TIMING: Sequence[Field] = (
         "Generated tokens per second that were trained on.",
     ),
 )
-ALIGNMENT: Sequence[Field] = (
+ALIGNMENT_FIELDS: Sequence[Field] = (
     (
         "logprob_diff_abs_mean",
         "logprob_diff_abs_mean",
@@ -109,20 +109,20 @@ ALIGNMENT: Sequence[Field] = (
     ("probe_diff_abs_mean", "probe_diff_abs_mean", "Trainer against engine at the same weights."),
     ("kl_k3", "kl_k3", "Estimate of KL(rollout policy || trainer)."),
 )
-MEMORY: Sequence[Field] = (
+MEMORY_FIELDS: Sequence[Field] = (
     ("peak_bytes", "trainer_gpu_peak_bytes", "Peak GPU memory of the trainer."),
 )
-SYNC: Sequence[Field] = (("seconds", "publish_seconds", "The newest publish of weights."),)
-ENGINE: Sequence[Field] = (
+SYNC_FIELDS: Sequence[Field] = (("seconds", "publish_seconds", "The newest publish of weights."),)
+ENGINE_FIELDS: Sequence[Field] = (
     ("running", "engine_requests_running", "Requests in the current batch."),
     ("waiting", "engine_requests_waiting", "Requests that wait for a slot in it."),
     ("kv_use", "engine_kv_cache_ratio", "Share of the KV cache in use."),
 )
-ENGINE_TOTALS: Sequence[Field] = (
+ENGINE_TOTAL_FIELDS: Sequence[Field] = (
     ("prompt_tokens", "engine_prompt_tokens", "Tokens of prompts."),
     ("generated_tokens", "engine_generated_tokens", "Tokens generated."),
 )
-ENV: Sequence[Field] = (
+ENV_FIELDS: Sequence[Field] = (
     (
         "waiting",
         "env_trainer_waiting_ratio",
@@ -133,7 +133,7 @@ ENV: Sequence[Field] = (
     ("busy_workers", "env_workers_busy", "Groups in progress."),
     ("free_slots", "env_queue_slots_free", "Queue slots that no group in progress takes."),
 )
-HOST: Sequence[Field] = (
+HOST_FIELDS: Sequence[Field] = (
     ("cpu_percent", "host_cpu_percent", "CPU use of all cores."),
     (
         "memory_used",
@@ -146,14 +146,14 @@ HOST: Sequence[Field] = (
         "Memory of the machine, or the limit of the container.",
     ),
 )
-GPU: Sequence[Field] = (
+GPU_FIELDS: Sequence[Field] = (
     ("used_bytes", "gpu_memory_used_bytes", "Memory in use by any process."),
     ("total_bytes", "gpu_memory_total_bytes", "Memory of the GPU."),
     ("utilization_percent", "gpu_utilization_percent", "Share of time in use, in percent."),
     ("power_w", "gpu_power_watts", "Power drawn."),
     ("temperature_c", "gpu_temperature_celsius", "Temperature of the GPU."),
 )
-COMPONENT: Sequence[Field] = (
+COMPONENT_FIELDS: Sequence[Field] = (
     ("memory_bytes", "component_memory_bytes", "Memory of all its processes."),
     (
         "gpu_bytes",
@@ -212,11 +212,11 @@ def metrics(status: RunStatus, newest: Newest) -> Iterator[Metric]:
     )
     yield from _components(status)
     for kind, fields in (
-        (StepRecord, STEP),
-        (TimingRecord, TIMING),
-        (AlignmentRecord, ALIGNMENT),
-        (MemoryRecord, MEMORY),
-        (SyncRecord, SYNC),
+        (StepRecord, STEP_FIELDS),
+        (TimingRecord, TIMING_FIELDS),
+        (AlignmentRecord, ALIGNMENT_FIELDS),
+        (MemoryRecord, MEMORY_FIELDS),
+        (SyncRecord, SYNC_FIELDS),
     ):
         yield from _gauges({"": newest.of(kind)}, "", fields)
     if (timing := newest.of(TimingRecord)) is not None and timing.step_s > 0:
@@ -253,17 +253,17 @@ def _components(status: RunStatus) -> Iterator[Metric]:
     )
     restarts = [({"component": row.name}, float(row.restarts)) for row in rows]
     yield _family("component_restarts", "Restarts after a crash.", restarts, CounterMetricFamily)
-    yield from _gauges({row.name: row for row in rows}, "component", COMPONENT)
+    yield from _gauges({row.name: row for row in rows}, "component", COMPONENT_FIELDS)
 
 
 def _used(gauges: GaugesRecord) -> Iterator[Metric]:
-    yield from _gauges(gauges.engines, "engine", ENGINE)
-    for field, name, text in ENGINE_TOTALS:
+    yield from _gauges(gauges.engines, "engine", ENGINE_FIELDS)
+    for field, name, text in ENGINE_TOTAL_FIELDS:
         if rows := list(_rows(gauges.engines, "engine", field)):
             yield _family(name, text, rows, CounterMetricFamily)
-    yield from _gauges(gauges.flows, "env", ENV)
-    yield from _gauges({card.label: card for card in gauges.gpus}, "gpu", GPU)
-    yield from _gauges({"": gauges.host}, "", HOST)
+    yield from _gauges(gauges.flows, "env", ENV_FIELDS)
+    yield from _gauges({card.label: card for card in gauges.gpus}, "gpu", GPU_FIELDS)
+    yield from _gauges({"": gauges.host}, "", HOST_FIELDS)
     if gauges.queue is not None:
         yield _family(
             "api_queue_groups", "Groups in run-api that wait for the trainer.", [({}, gauges.queue)]

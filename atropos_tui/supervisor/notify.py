@@ -42,7 +42,7 @@ END_PATIENCE_S = 10.0
 """Seconds that the end of the run waits for deliveries."""
 FAILURES = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, RuntimeError)
 """Exceptions of a POST; RuntimeError if no thread can start."""
-QUIET_S = 600.0
+MISMATCH_EVERY_S = 600.0
 """Seconds before a lasting mismatch is posted again."""
 MOST_TEXT = 1500
 """Longest message in characters; Discord refuses more than 2,000."""
@@ -229,7 +229,7 @@ class Notifier:
 
     def _on_mismatch(self, record: DiagnosisRecord) -> None:
         now = time.monotonic()
-        if self._mismatch_at is None or now - self._mismatch_at > QUIET_S:
+        if self._mismatch_at is None or now - self._mismatch_at > MISMATCH_EVERY_S:
             self._mismatch_at = now
             self._notify("mismatch", f"{record.title}: {record.evidence}", record.component, None)
 

@@ -46,7 +46,7 @@ from atropos_tui.supervisor.processes.process import LaunchError, describe
 
 KEPT_OPERATIONS = 200
 RESULT_LINES = 40
-SWEEP_S = 5.0
+SURVEY_EVERY_S = 5.0
 """Seconds between two surveys of the process table."""
 TIME_LIMIT = signal.SIGUSR1.name
 """Signal that SLURM sends before a job's time limit."""
@@ -317,7 +317,7 @@ class Supervisor:
 
     async def _sweep_forever(self) -> None:
         while True:
-            await asyncio.sleep(SWEEP_S)
+            await asyncio.sleep(SURVEY_EVERY_S)
             with contextlib.suppress(OSError):  # out of descriptors: the next survey may succeed
                 await self.host.survey()
 

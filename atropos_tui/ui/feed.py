@@ -44,13 +44,13 @@ from atropos_tui.supervisor.processes.logs import latest_attempt
 STATUS_S = 1.0
 FEED_S = 0.25
 LOG_S = 0.1
-QUIET_S = 0.5  # longest interval between two reads of files that do not grow
+LONGEST_PAUSE_S = 0.5  # longest interval between two reads of files that do not grow
 RETRY_S = 1.0
 INFO_S = 1.0  # shortest interval between two reads of the run's plan
-ANSWER_S = 5.0  # timeout of the supervisor's answer
+CONTROL_TIMEOUT_S = 5.0  # timeout of the supervisor's answer
 
 # Errors of a supervisor that may still run.
-UNANSWERED = (TimeoutError, OSError, httpx.HTTPError, ValidationError)
+NO_ANSWER = (TimeoutError, OSError, httpx.HTTPError, ValidationError)
 
 
 class Control(Protocol):
@@ -157,13 +157,13 @@ class Feed:
     async def follow_status(self) -> None:
         while True:
             try:
-                async with asyncio.timeout(ANSWER_S):
+                async with asyncio.timeout(CONTROL_TIMEOUT_S):
                     status = await self.control.status()
                 self._post(StatusArrived(status))
             except NoSupervisor as error:
                 self._post(SupervisorGone(str(error), ended=True))
             # Not `ended`: a busy supervisor may answer the next poll.
-            except (*UNANSWERED, Refused) as error:
+            except (*NO_ANSWER, Refused) as error:
                 reason = f"the supervisor does not answer ({type(error).__name__})"
                 self._post(SupervisorGone(reason, ended=False))
             await _wait(self._read_status_now, STATUS_S)
@@ -171,7 +171,7 @@ class Feed:
     async def follow_events(self) -> None:
         while True:
             # Errors are dropped here because `follow_status` reports them.
-            with contextlib.suppress(*UNANSWERED, NoSupervisor, Refused, StreamLost, RecordError):
+            with contextlib.suppress(*NO_ANSWER, NoSupervisor, Refused, StreamLost, RecordError):
                 async for item in self.control.events():
                     if isinstance(item, Snapshot):
                         self._post(StatusArrived(item.status))
@@ -192,7 +192,7 @@ class Feed:
                 self._post(RecordsArrived(batch.records, batch.from_start, *news))
             # While behind, read on without a pause.
             if not batch.behind:
-                pause = FEED_S if batch.records else min(pause * 1.5, QUIET_S)
+                pause = FEED_S if batch.records else min(pause * 1.5, LONGEST_PAUSE_S)
                 await _wait(self._read_files_now, pause)
 
     async def follow_log(self) -> None:
@@ -200,7 +200,7 @@ class Feed:
         while True:
             if wanted := self._log_of:
                 entries = await asyncio.to_thread(feed.read, wanted)
-                pause = LOG_S if entries else min(pause * 1.5, QUIET_S)
+                pause = LOG_S if entries else min(pause * 1.5, LONGEST_PAUSE_S)
                 # The user may have switched components during the read.
                 if entries and wanted == self._log_of:
                     path = feed.path(wanted[0]) if len(wanted) == 1 else None
@@ -251,11 +251,11 @@ class _Info:
 @contextlib.asynccontextmanager
 async def _answering() -> AsyncIterator[None]:
     try:
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(CONTROL_TIMEOUT_S):
             yield
     except NoSupervisor as error:
         raise Refused("no supervisor runs this stack", str(error)) from error
-    except UNANSWERED as error:
+    except NO_ANSWER as error:
         reason = f"the supervisor does not answer ({type(error).__name__})"
         raise Refused(reason, "try again in a moment") from error
 

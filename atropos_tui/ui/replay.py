@@ -36,7 +36,7 @@ TIME_KEYS = (
 )
 TIME_ACTIONS = ("pause", "faster", "seek", "event")
 # Refused with a reason, and hidden from the footer.
-REFUSED = (
+REFUSED_KEYS = (
     ("r", "act('restart')", "Restart"),
     ("s", "stop_or_start", "Stop/start"),
     ("K", "act('kill')", "Kill"),
@@ -96,7 +96,10 @@ class ReplayApp(CockpitApp):
             for keys, action, name, tip in TIME_KEYS
         ),
         Binding("d,q", "ask_quit", "Leave", tooltip="Leave the replay"),
-        *(Binding(*keys, show=False, tooltip="Refused: this run has ended") for keys in REFUSED),
+        *(
+            Binding(*keys, show=False, tooltip="Refused: this run has ended")
+            for keys in REFUSED_KEYS
+        ),
     ]
 
     def __init__(self, replay: Replay) -> None:

@@ -34,8 +34,8 @@ from atropos_tui.ui.commands import CommandApp, Outcome
 
 Ground = Literal["dark", "light"]
 
-ANSWER_S = 0.5  # for the terminal's answer about its background colour
-LEAVE_S = 3.0  # a screen that cannot close by then ends with `os._exit`
+COLOUR_TIMEOUT_S = 0.5  # for the terminal's answer about its background colour
+CLOSE_TIMEOUT_S = 3.0  # a screen that cannot close by then ends with `os._exit`
 NEWS_S = 60.0  # older records do not ring the bell
 COLLECT_S = 60.0  # between two full garbage collections
 FONTS = "'DejaVu Sans Mono', Menlo, Consolas, 'Liberation Mono', monospace"
@@ -52,7 +52,7 @@ def run_app(app: CommandApp) -> Outcome:
     left = threading.Event()
     # Textual's writer thread can block forever on a closed terminal. The screen owns no process of
     # the run, so a hard exit is safe.
-    last_resort = threading.Timer(LEAVE_S, os._exit, (0,))
+    last_resort = threading.Timer(CLOSE_TIMEOUT_S, os._exit, (0,))
     last_resort.daemon = True
 
     async def run_until_left() -> Outcome | None:
@@ -127,7 +127,7 @@ def _ignore_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def ground(timeout_s: float = ANSWER_S) -> Ground | None:
+def ground(timeout_s: float = COLOUR_TIMEOUT_S) -> Ground | None:
     """Return the terminal's background, if known, from COLORFGBG or OSC 11."""
     colour = os.environ.get("COLORFGBG", "").rpartition(";")[2]
     if colour.isdecimal():

@@ -53,7 +53,7 @@ EVER_S = 365 * 86_400.0
 """Timeout in seconds for rank 0, which may wait hours for rollouts."""
 POLL_S = 0.5
 """Seconds between checks for failed ranks."""
-GRACE_S = 3.0
+LEAVE_TIMEOUT_S = 3.0
 """Seconds for this rank to leave after another one has ended."""
 # Its cleanup may send the rest of a tracker's data.
 LEAVING_S = 30.0
@@ -318,7 +318,7 @@ class Ranks(World):
             os.close(descriptor)
         if self._lost:
             # The main thread is leaving by itself; give it time for its cleanup.
-            if self._leaving.wait(GRACE_S) and self._closed.wait(LEAVING_S):
+            if self._leaving.wait(LEAVE_TIMEOUT_S) and self._closed.wait(LEAVING_S):
                 return
             exits = f"error: {self._lost}. Rank {self.rank} cannot go on without it and exits"
             print(exits, file=sys.stderr, flush=True)

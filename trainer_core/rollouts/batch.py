@@ -39,7 +39,7 @@ from trainer_core.rollouts.fields import (
 )
 
 # Rounding alone makes equal scores differ a little.
-FLAT = 1e-6
+FLAT_TOLERANCE = 1e-6
 """Largest spread of equal scores, relative to max(1, largest |score|)."""
 WINDOW = 256
 """Window of the running mean, in scores."""
@@ -280,7 +280,7 @@ def group_advantages(scores: NDArray[np.float64], *, std: bool = True) -> NDArra
 def _equal(scores: NDArray[np.float64]) -> bool:
     # Scores may be as large as float64 allows.
     with np.errstate(over="ignore"):
-        return bool(np.ptp(scores) < FLAT * max(1.0, float(np.abs(scores).max())))
+        return bool(np.ptp(scores) < FLAT_TOLERANCE * max(1.0, float(np.abs(scores).max())))
 
 
 @dataclass
@@ -323,7 +323,7 @@ class Baselines:
         running.add(scores)
         deviation = running.variance**0.5
         # Written so that NaN counts as no deviation.
-        if not deviation >= FLAT * max(1.0, abs(running.mean)):
+        if not deviation >= FLAT_TOLERANCE * max(1.0, abs(running.mean)):
             return np.zeros_like(scores)
         centred = scores - running.mean
         return centred / deviation if std else centred

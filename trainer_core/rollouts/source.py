@@ -54,7 +54,7 @@ MOST_USELESS = 100
 """Limit of consecutive batches of a caller with malformed groups only."""
 SHAPE = 'a batch is a list of groups, or {"batch": [GROUP, ...]}'
 
-UNSENDABLE = "lost in run-api, which could not send their batch (HTTP 500)"
+LOST_IN_API = "lost in run-api, which could not send their batch (HTTP 500)"
 UNSENDABLE_WHY = (
     "one of its groups has NaN or Infinity, which JSON does not allow; the others are lost with it"
 )
@@ -341,7 +341,7 @@ class BatchSource:
         if not raw:
             # `RunApi.next_batch` returns an empty list for a batch that run-api lost.
             lost = Batch([])
-            lost.leave_out(UNSENDABLE, self.config.sequences_per_step, UNSENDABLE_WHY)
+            lost.leave_out(LOST_IN_API, self.config.sequences_per_step, UNSENDABLE_WHY)
             return lost
         batch = read_batch(
             raw,

@@ -47,10 +47,10 @@ STATUS_EVERY_S = 1.0
 """Seconds between status requests to the supervisor."""
 SUPERVISOR_TIMEOUT_S = 30.0
 """Timeout in seconds of the supervisor's answers."""
-GRACE_S = 20.0
+STOP_GRACE_S = 20.0
 """Seconds from SIGTERM to SIGKILL."""
 TAIL_LINES = 12
-USAGE = 2
+USAGE_CODE = 2
 """Exit code of a server that refuses its flags."""
 
 T = TypeVar("T")
@@ -368,7 +368,7 @@ class ServerChild:
         def answers() -> BridgeInfo:
             if (code := process.poll()) is not None:
                 # Wrong flags fail again at every start, so callers must not retry.
-                kind = UsageError if code == USAGE else EngineError
+                kind = UsageError if code == USAGE_CODE else EngineError
                 ended = f"the inference server ended with exit code {code}"
                 raise kind(f"{ended}; {self._last_lines()}")
             return engine.info()
@@ -391,9 +391,9 @@ class ServerChild:
             # Only the server itself: it shuts its own workers down.
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(GRACE_S)
+                process.wait(STOP_GRACE_S)
             except subprocess.TimeoutExpired:
-                late = f"did not end within {GRACE_S:.0f} s"
+                late = f"did not end within {STOP_GRACE_S:.0f} s"
                 print(f"The inference server (pid {process.pid}) {late}: killing it")
         with suppress(ProcessLookupError):
             # Kills workers that outlived the server; the group may be empty by now.

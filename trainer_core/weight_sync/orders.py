@@ -19,7 +19,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import torch
 from pydantic import BaseModel
 
-from atropos_common.broadcast.group import POLL_S, Lifeline, first_line, gpu_of
+from atropos_common.broadcast.group import POLL_S, SECRET_BYTES, Lifeline, first_line, gpu_of
 from atropos_common.broadcast.transfer import TransferInit
 from trainer_core.errors import RankGone
 from trainer_core.ranks.world import node_address, on_several_nodes
@@ -28,7 +28,6 @@ from trainer_core.weight_sync.sending import BroadcastGroup, Outgoing, connect
 ARRIVAL_S = 60.0
 FIRST_MESSAGE_S = 5.0
 """Seconds for a connection's first message."""
-SECRET_BYTES = 32
 MOST_WAITING = 512
 """Limit of unauthenticated connections; beyond it the oldest is closed."""
 RANK_WIDTH = 6

@@ -13,19 +13,19 @@ from atropos_common.broadcast.transfer import TransferInit, TransferReport, Tran
 from atropos_common.protocol.bridge import BridgeInfo
 from atropos_common.system.run_dir import ENV_TRAINER_HOSTS
 from vllm_server.bridge import ASLEEP, NotDone, WeightBridge, answered, timed
-from vllm_server.weights.collectives import REFUSED
+from vllm_server.weights.collectives import REFUSED_PREFIX
 
 # After its own timeout, a worker gets this long before it counts as stuck.
-GRACE_S = 15.0
+REPLY_GRACE_S = 15.0
 
 
 class BrokenTransfer(NotDone):
     """The trainer's broadcast did not arrive; the message names the phase, or begins with
-    `REFUSED`."""
+    `REFUSED_PREFIX`."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
-        self.status = 409 if REFUSED in why else 503
+        self.status = 409 if REFUSED_PREFIX in why else 503
 
 
 class Transfers:
@@ -54,7 +54,7 @@ class Transfers:
         async with self.bridge.lock:
             self._require_awake()
             with timed(phases, "pause"):
-                await self.bridge.freeze_to_write(request, request.timeout_s + GRACE_S)
+                await self.bridge.freeze_to_write(request, request.timeout_s + REPLY_GRACE_S)
             # A failure from here on leaves the server unhealthy until a complete update.
             with timed(phases, "receive"):
                 try:
@@ -69,19 +69,20 @@ class Transfers:
 
     def _require_awake(self) -> None:
         if self.bridge.sleeping:
-            raise BrokenTransfer(REFUSED + ASLEEP)
+            raise BrokenTransfer(REFUSED_PREFIX + ASLEEP)
 
     def _require_in_place(self, address: str) -> None:
         if not self.bridge.config.may_meet(address):
             raise BrokenTransfer(
-                f"{REFUSED}weights would come from {address}, which is not this machine's "
+                f"{REFUSED_PREFIX}weights would come from {address}, which is not this machine's "
                 "loopback; to take them from there, start this server with "
                 f"{ENV_TRAINER_HOSTS}={address}"
             )
         if reason := self.bridge.not_in_place:
             raise BrokenTransfer(
-                f"{REFUSED}a broadcast would write weights in place, and {reason}. Use another "
-                "weight bridge mode (none, which restarts the server where it must, or lora_only)"
+                f"{REFUSED_PREFIX}a broadcast would write weights in place, and {reason}. Use "
+                "another weight bridge mode (none, which restarts the server where it must, or "
+                "lora_only)"
             )
 
     async def _receive(self, request: TransferUpdate) -> None:
@@ -103,19 +104,19 @@ class Transfers:
             noted: list[str | None] = await engine.collective_rpc("atropos_transfer_failure")
             return noted
 
-        limit_s = timeout_s + GRACE_S
+        limit_s = timeout_s + REPLY_GRACE_S
         try:
             found = await asyncio.wait_for(work_of_all(), limit_s)
         except TimeoutError:
             raise BrokenTransfer(
-                f"a worker is stuck: no answer for {limit_s:.0f} s, {GRACE_S:.0f} s beyond its "
-                "timeout; restart this server"
+                f"a worker is stuck: no answer for {limit_s:.0f} s, {REPLY_GRACE_S:.0f} s beyond "
+                "its timeout; restart this server"
             ) from None
         except Exception as error:
             raise BrokenTransfer(_message(error)) from error
         # A refusal explains the broken connections of the other ranks.
         if failures := [failure for failure in found if failure]:
-            raise BrokenTransfer(max(failures, key=lambda failure: REFUSED in failure))
+            raise BrokenTransfer(max(failures, key=lambda failure: REFUSED_PREFIX in failure))
 
 
 def make_router(transfers: Transfers) -> APIRouter:

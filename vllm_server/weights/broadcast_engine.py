@@ -58,7 +58,7 @@ class TransferRefused(ValueError):
     """The sent tensors cannot become this model's weights; a retry does not help."""
 
     def __init__(self, why: str) -> None:
-        super().__init__(collectives.REFUSED + why)
+        super().__init__(collectives.REFUSED_PREFIX + why)
 
 
 class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]

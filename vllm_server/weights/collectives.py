@@ -19,7 +19,7 @@ from atropos_common.broadcast.group import (
 from atropos_common.broadcast.transfer import SLOTS, Chunk, TransferInit
 
 # Prefix of an error that a retry would meet again; only the text of an error leaves a worker.
-REFUSED = "refused: "
+REFUSED_PREFIX = "refused: "
 
 
 class Link:

@@ -30,7 +30,7 @@ from atropos_tui.supervisor.processes.process import become_subreaper
 GB = 1_000_000_000
 MEMORY = 4 * GB
 """Bytes that the CPU demo needs."""
-SHARED_MEMORY = GB
+LEAST_SHARED_MEMORY = GB
 """Bytes. Containers start with 64 MB; NCCL's and vLLM's queues lie there, on a CPU the weights
 too."""
 OPEN_FILES = 4096
@@ -212,7 +212,7 @@ def _shared_memory() -> Check:
         "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm: it holds weights and "
         "queues"
     )
-    return judge("/dev/shm", said, free < SHARED_MEMORY, fix)
+    return judge("/dev/shm", said, free < LEAST_SHARED_MEMORY, fix)
 
 
 def _disk(name: str, path: Path) -> Check:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from atropos_tui.monitor.why import Explanation
 
 RUNS_SHOWN = 20
-LOOK_S = 1.0
+REFRESH_S = 1.0
 """Seconds between two updates of `ps -f`."""
 STEP_S = 10.0
 """Seconds between two steps printed by `ps -f`."""
@@ -185,7 +185,7 @@ async def follow(entry: runs.RunEntry) -> None:
                 print(f"{clock(now)}  {line}", flush=True)
         if status.phase is Phase.ENDED:
             return
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(REFRESH_S)
 
 
 async def why(options: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from atropos_common.protocol.control import ComponentStatus, GpuStatus, Role
 from atropos_common.protocol.records import GaugesRecord, HostUse
 
 KEPT = 4000  # more records than a run's file has
-WINDOW_S = 15.0  # window for rates of counters
+RATE_WINDOW_S = 15.0  # window for rates of counters
 OTHER = "other"
 
 
@@ -47,13 +47,13 @@ class GaugeHistory:
         self.samples.append(sample)
 
     def rates(self, engine: str) -> EngineRates | None:
-        """Return the rates of `engine` over the newest `WINDOW_S`; None if it did not answer."""
+        """Return rates of `engine` over the newest `RATE_WINDOW_S`; None if it did not answer."""
         last = self.last
         now = last.engines.get(engine) if last else None
         if last is None or now is None:
             return None
         inside = list(
-            takewhile(lambda old: old.time >= last.time - WINDOW_S, reversed(self.samples))
+            takewhile(lambda old: old.time >= last.time - RATE_WINDOW_S, reversed(self.samples))
         )
         # `inside` is newest first, so this is the oldest sample of the window; the newest always
         # fits.

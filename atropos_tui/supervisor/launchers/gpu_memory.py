@@ -9,8 +9,8 @@ before.
 *floor*, the reading before our first component came. What is left is the *excess*. It is free at
 `SLACK` or less; with another component of ours on the card once it has not fallen for `SETTLE_S`;
 else once it has fallen and rested for `OTHERS_S`: the rest is another user's.
-3. After `LIMIT_S` the component counts as stopped, with a diagnosis. A start on that card waits at
-most `BARRED_S`.
+3. After `RELEASE_TIMEOUT_S` the component counts as stopped, with a diagnosis. A start on that
+card waits at most `BARRED_S`.
 
 So every wait ends.
 """
@@ -34,20 +34,20 @@ SLACK = 256 * 1024**2
 """Bytes by which the driver's own use varies."""
 SETTLE_S = 1.0
 OTHERS_S = 5.0
-LIMIT_S = 30.0
+RELEASE_TIMEOUT_S = 30.0
 BARRED_S = 120.0
-LOOK_S = (0.05, 0.5)
+READING_PAUSE_S = (0.05, 0.5)
 """Shortest and longest pause between two readings, in seconds."""
-FRESH_S = 2.0
+ADMISSION_S = 2.0
 """Seconds for which an admission is valid."""
 FAILURES = 3
 """Failed readings in a row that end a wait."""
 HOST_NAMESPACE = "pid:[4026531836]"
 """The host's pid namespace, whose pids NVML reports."""
 
-PATIENCE_S = 5.0
+READING_TIMEOUT_S = 5.0
 """Timeout of a reading, in seconds; a broken driver may never answer."""
-RETRY_S = 30.0
+AFTER_FAILURE_S = 30.0
 """Seconds without readings after a failed one."""
 
 Sharers = Callable[[int], bool]
@@ -74,7 +74,7 @@ class Reader:
                 return None
             self._begin()
         assert self._running is not None
-        left = self._began + PATIENCE_S - time.monotonic()
+        left = self._began + READING_TIMEOUT_S - time.monotonic()
         wait_s = max(0.0, left if patience_s is None else min(left, patience_s))
         # Several callers share one reading; each has its own timeout.
         running = self._running
@@ -105,7 +105,7 @@ class Reader:
         except NoDriverError:
             self.absent = True
         except Exception:  # a GPU that fell off the bus must not end the run
-            self._silent_until = time.monotonic() + RETRY_S
+            self._silent_until = time.monotonic() + AFTER_FAILURE_S
         return None
 
 
@@ -178,8 +178,8 @@ class GpuMemory:
 
     def admitted(self, name: str, gpus: Iterable[int]) -> bool:
         """True if `name` may start now. This uses the admission up; without one, call `admit`."""
-        at = self._admitted.pop(name, -FRESH_S)
-        return self.reader.absent or not gpus or time.monotonic() - at < FRESH_S
+        at = self._admitted.pop(name, -ADMISSION_S)
+        return self.reader.absent or not gpus or time.monotonic() - at < ADMISSION_S
 
     async def admit(
         self, name: str, gpus: Iterable[int], shared: Sharers, changed: Callable[[], None]
@@ -190,7 +190,7 @@ class GpuMemory:
             changed: called when the reason to wait changes.
         """
         self.asking[name] = "a reading of its GPU memory"
-        pause = LOOK_S[0]
+        pause = READING_PAUSE_S[0]
         try:
             while (cards := await self._cards(gpus)) is not None:
                 barred = {
@@ -205,7 +205,7 @@ class GpuMemory:
                 self.asking[name] = f"{amounts(barred)}, left by {holder}"
                 changed()
                 await asyncio.sleep(pause)
-                pause = min(pause * 2, LOOK_S[1])
+                pause = min(pause * 2, READING_PAUSE_S[1])
             self._admitted[name] = time.monotonic()
         finally:
             self.asking.pop(name, None)
@@ -219,7 +219,7 @@ class GpuMemory:
         hurry: asyncio.Event,
         tell: Callable[[str], None],
     ) -> Diagnosis | None:
-        """Return once the memory of `name` is free; a diagnosis if `LIMIT_S` passed first.
+        """Return once the memory of `name` is free, or a diagnosis after `RELEASE_TIMEOUT_S`.
 
         Args:
             hurry: set to stop waiting; the cards are then barred.
@@ -274,7 +274,7 @@ class GpuMemory:
                 return {card.index: card for card in found if card.index in set(gpus)}
             if self.reader.absent:
                 return None
-            await asyncio.sleep(LOOK_S[0])
+            await asyncio.sleep(READING_PAUSE_S[0])
         return None
 
     def _enter(self, name: str, cards: Mapping[int, Card], shared: Sharers) -> None:
@@ -303,8 +303,8 @@ class GpuMemory:
         hurry: asyncio.Event,
         tell: Callable[[str], None],
     ) -> Diagnosis | None:
-        give_up = time.monotonic() + LIMIT_S
-        pause, reported = LOOK_S[0], ""
+        give_up = time.monotonic() + RELEASE_TIMEOUT_S
+        pause, reported = READING_PAUSE_S[0], ""
         while (cards := await self._cards([claim.gpu for claim in claims])) is not None:
             here = [claim for claim in claims if claim.gpu in cards]
             left = {
@@ -325,7 +325,7 @@ class GpuMemory:
                 tell(text)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(hurry.wait(), pause)
-            pause = min(pause * 2, LOOK_S[1])
+            pause = min(pause * 2, READING_PAUSE_S[1])
         return None
 
     def _bar(self, claims: Iterable[_Claim]) -> None:
@@ -353,7 +353,7 @@ def _not_back(
 ) -> Diagnosis:
     holders = "; ".join(f"GPU {claim.gpu}: {_holders(claim, cards[claim.gpu])}" for claim in claims)
     return GPU_MEMORY_HELD.diagnosis(
-        f"{amounts(left)} {LIMIT_S:g} s after its last process was gone; {holders}",
+        f"{amounts(left)} {RELEASE_TIMEOUT_S:g} s after its last process was gone; {holders}",
         f"nothing starts there until it is free, for {BARRED_S:g} s at most; end what holds "
         f"it (see nvidia-smi)",
         f"GPU memory of {claims[0].name} was not given back",

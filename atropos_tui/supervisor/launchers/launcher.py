@@ -46,7 +46,7 @@ from atropos_tui.supervisor.processes.process import (
 GROUP_PATIENCE_S = 0.05
 """Seconds to wait for an empty control group."""
 MAX_AGE_S = 2.0
-PATIENCE_S = 0.02
+USAGE_TIMEOUT_S = 0.02
 OLDEST_S = 10.0
 """Oldest usage sample that is shown, in seconds."""
 GPU_PATIENCE_S = 0.3
@@ -216,7 +216,7 @@ class UsageSampler:
         if age > MAX_AGE_S or self._measuring is not None:
             if self._measuring is None:
                 self._measuring = asyncio.create_task(self._measure_all())
-            patience_s = PATIENCE_S if self._usage and age < OLDEST_S else None
+            patience_s = USAGE_TIMEOUT_S if self._usage and age < OLDEST_S else None
             await asyncio.wait({self._measuring}, timeout=patience_s)
         return self._usage
 

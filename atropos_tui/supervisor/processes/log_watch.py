@@ -1,8 +1,8 @@
 r"""Patterns of log checks, matched against lines as a person sees them: `\r` ends a line, colours
 are removed.
 
-An unfinished line counts after `SILENT_S`; later output is then also tried as a line of its own,
-because a progress bar often leaves its last line unfinished.
+An unfinished line counts after `UNFINISHED_LINE_S`; later output is then also tried as a line of
+its own, because a progress bar often leaves its last line unfinished.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 
 LONGEST_LINE = 64 * 1024
 """Bytes of a line that are kept: its last part."""
-SILENT_S = 1.0
+UNFINISHED_LINE_S = 1.0
 """Seconds without output after which an unfinished line counts."""
 CUT = b"\0"
 """Replaces the cut part of a line, so that `^` does not match after it."""
@@ -48,7 +48,7 @@ class LineWatch:
         if (
             pattern in self._waiting
             and self._partial
-            and time.monotonic() - self._arrived >= SILENT_S
+            and time.monotonic() - self._arrived >= UNFINISHED_LINE_S
         ):
             self._look(self._partial)
             self._look(self._partial[self._fresh :])
@@ -60,7 +60,7 @@ class LineWatch:
         if not self._waiting:
             return
         now = time.monotonic()
-        if now - self._arrived >= SILENT_S:
+        if now - self._arrived >= UNFINISHED_LINE_S:
             self._fresh = len(self._partial)
         self._arrived = now
         text = self._partial + data

@@ -32,7 +32,7 @@ FOLLOWERS_S = 2.0
 """Seconds of the grace period for other members after the leader's exit."""
 STUCK_S = 10.0
 """Seconds after SIGKILL before a live process counts as stuck in the kernel."""
-LOOK_S = (0.005, 0.1)
+SCAN_PAUSE_S = (0.005, 0.1)
 """Shortest and longest pause between two scans, in seconds."""
 
 
@@ -272,7 +272,7 @@ async def _terminate(child: Leader, ending: Ending) -> None:
         task.cancel()
     # Other members of the group get the same signal, and a short time to finish.
     deadline = min(deadline, time.monotonic() + FOLLOWERS_S)
-    pause = LOOK_S[0]
+    pause = SCAN_PAUSE_S[0]
     while not hurry.is_set() and time.monotonic() < deadline:
         rows = await asyncio.to_thread(ending.members)
         # Processes that left group and session did not get the signal; they are killed at once.
@@ -280,13 +280,13 @@ async def _terminate(child: Leader, ending: Ending) -> None:
             return
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(hurry.wait(), pause)
-        pause = min(pause * 2, LOOK_S[1])
+        pause = min(pause * 2, SCAN_PAUSE_S[1])
 
 
 async def _kill(child: Leader, ending: Ending) -> int:
     reported, stuck_at = False, time.monotonic() + STUCK_S
     killed: set[tuple[int, int]] = set()
-    pause = LOOK_S[0]
+    pause = SCAN_PAUSE_S[0]
     while True:
         rows = await asyncio.to_thread(ending.members)
         if not rows and child.exit_code is not None:
@@ -303,7 +303,7 @@ async def _kill(child: Leader, ending: Ending) -> int:
             reported = True
             ending.on_stuck(describe(rows))
         await asyncio.sleep(pause)
-        pause = min(pause * 2, LOOK_S[1])
+        pause = min(pause * 2, SCAN_PAUSE_S[1])
 
 
 def describe(rows: list[procfs.Proc]) -> str:

@@ -27,7 +27,7 @@ SCRATCH = "atropos-scratch-"
 """Prefix of our folders for temporary files. No other folder is ever removed."""
 SHARED_MEMORY = "/dev/shm/"
 """A file here belongs to the live process that has mapped it; names say nothing."""
-PATIENCE_S = 1.0
+GROUP_REMOVAL_S = 1.0
 """Seconds that the kernel may take to release a group."""
 
 
@@ -366,7 +366,7 @@ def kill_group(group: str) -> bool:
     return True
 
 
-def remove_group(group: str, patience_s: float = PATIENCE_S) -> bool:
+def remove_group(group: str, patience_s: float = GROUP_REMOVAL_S) -> bool:
     """Remove the empty `group`; False if processes still run in it."""
     give_up = time.monotonic() + patience_s
     while group and os.path.isdir(group):  # noqa: PTH112

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from rich.style import Style
 from rich.text import Text
 
-from atropos_common.protocol.control import SILENT_S, GpuStatus, NodeStatus, Phase, Role
+from atropos_common.protocol.control import NODE_SILENT_S, GpuStatus, NodeStatus, Phase, Role
 from atropos_tui.monitor.bench import ratio
 from atropos_tui.monitor.format import bytes_text, clock, duration, one_line, percent
 from atropos_tui.monitor.run.gauges import Split, split_cpu, split_gpu, split_memory
@@ -177,4 +177,4 @@ class Nodes(TextPanel):
         if node.heard_at is None:
             return "not heard yet", "dim"
         quiet_s = max(0.0, now - node.heard_at)
-        return f"heard {duration(quiet_s)} ago", "dim" if quiet_s < SILENT_S else "error"
+        return f"heard {duration(quiet_s)} ago", "dim" if quiet_s < NODE_SILENT_S else "error"

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 
-from atropos_api.batches import LEND_S, SILENT_S, Shares
+from atropos_api.batches import DEAD_AFTER_S, LEND_S, Shares
 from atropos_common.net.http import AFTER_HEADER, BATCH_HEADER
 from atropos_envs.hosting.runner import hosted
 from atropos_envs.tiny_model import make_tokenizer
@@ -128,7 +128,7 @@ def test_nobody_waits_for_ever(capsys: pytest.CaptureFixture[str]) -> None:
     assert not shares.is_shared(groups(1, 8), known), "nothing of what it makes can be sent"
     shares.places(0, queue, [], 32, 1, known, barren=False)
     assert shares.is_shared(groups(1, 8), known)
-    clock.now += SILENT_S + 1
+    clock.now += DEAD_AFTER_S + 1
     assert not shares.is_shared(groups(1, 8), known), "its process is dead or stands still"
 
 

@@ -81,7 +81,7 @@ def test_fast_steps_are_told_now_and_then_and_the_last_in_any_case(run: RunDir) 
 
 
 def test_slow_steps_are_told_one_by_one(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(show, "EVERY_S", 0.0)
+    monkeypatch.setattr(show, "STEP_LINE_EVERY_S", 0.0)
     said: list[str] = []
     lines = StepLines(run, None, said.append)
     for number in range(1, 6):
@@ -106,7 +106,7 @@ def test_what_was_there_before_is_not_told_again(run: RunDir) -> None:
 async def test_beside_a_run_and_whatever_its_end(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(show, "LOOK_S", 0.01)
+    monkeypatch.setattr(show, "READ_EVERY_S", 0.01)
     said: list[str] = []
 
     async def work() -> int:

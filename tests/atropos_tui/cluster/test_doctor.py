@@ -96,7 +96,7 @@ def test_clocks_apart(tmp_path: Path, seconds: str, verdict: str) -> None:
 
 @pytest.mark.skipif(not can(*APART, "--mount", "true"), reason="no mounts of one's own here")
 def test_a_folder_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "SEEN_S", 0.3)
+    monkeypatch.setattr(nodes, "NEW_FILE_S", 0.3)
     over = f'mount -t tmpfs none {tmp_path} && exec "$@"'
     found = fails(checks(tmp_path, HERE, target("far", *APART, "--mount", "sh", "-c", over, "sh")))
     assert "is another folder there" in found["node far: shared folder"]
@@ -141,7 +141,7 @@ def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_node_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_connection, "ANSWER_S", 1.0)
+    monkeypatch.setattr(node_connection, "CALL_TIMEOUT_S", 1.0)
     silent = target("far", "sh", "-c", "echo busy >&2; exec sleep 1000")
     found = checks(tmp_path, silent)
     assert fails(found) == {"node far": "host-far: no answer within 1 s (last line: busy)"}
@@ -314,7 +314,7 @@ def test_a_login_shell_that_reads_its_input_takes_nothing_of_ours(
     """`ValueError: invalid literal for int()`, and a fix that worked by hand."""
     reads = ("bash", "-c", 'read -r -t 0.3 line; exec "$@"', "--")
     assert not fails(checks(tmp_path, HERE, target("far", *reads)))
-    monkeypatch.setattr(node_connection, "ANSWER_S", 1.0)
+    monkeypatch.setattr(node_connection, "CALL_TIMEOUT_S", 1.0)
     (said,) = fails(
         checks(tmp_path, target("far", "sh", "-c", "read line; read line; exec sleep 60"))
     ).values()

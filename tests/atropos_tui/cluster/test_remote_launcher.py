@@ -278,7 +278,7 @@ async def test_a_node_that_goes_silent_is_named_and_then_given_up(
 ) -> None:
     """Its node agent hangs, as it would on a node that does; so does the component, until it is
     ended."""
-    monkeypatch.setattr(remote_launcher, "SILENT_S", 3.0)
+    monkeypatch.setattr(remote_launcher, "NODE_SILENT_S", 3.0)
     monkeypatch.setattr(remote_launcher, "LOST_S", 6.0)
     async with launch(part("one", restart=QUICK)) as running:
         await running.until("one", State.HEALTHY)
@@ -354,7 +354,9 @@ async def test_another_machine_that_says_anything_is_lost_and_nothing_else_is(
 ) -> None:
     """A node that somebody else owns by now; the first of these kept the supervisor busy for
     ever."""
-    monkeypatch.setattr(remote_launcher, "SWEEP_S", 1.0)  # by the same prefix, which never answers
+    monkeypatch.setattr(
+        remote_launcher, "SWEEP_TIMEOUT_S", 1.0
+    )  # by the same prefix, which never answers
     code = f"import os, time; os.write(1, {remote_launcher.MAGIC + said!r}); time.sleep(600)"
     async with launch(far(part("one"), [sys.executable, "-c", code]), part("two")) as running:
         await running.until("two", State.HEALTHY)

@@ -30,7 +30,15 @@ from atropos_tui.diagnoses.log_rules import LOG_RULES
 from atropos_tui.diagnoses.log_scanner import NORMAL, LogScanner, Work
 from atropos_tui.diagnoses.metric_rules import ALERT, METRIC_RULES, MetricRule, alert_rules
 from atropos_tui.diagnoses.metric_watch import SLOWEST, MetricWatch
-from atropos_tui.diagnoses.model import NO_METRICS, OWN_RULES, QUIET_S, WORK_S, Ends, LogRule, Rule
+from atropos_tui.diagnoses.model import (
+    LONGEST_ABSENCE_S,
+    NO_METRICS,
+    OWN_RULES,
+    WORK_S,
+    Ends,
+    LogRule,
+    Rule,
+)
 from atropos_tui.diagnoses.node_rules import NODE_LOST
 from atropos_tui.diagnoses.stall_rules import STALL_RULES, ApiView, RunSnapshot, StallRule
 from atropos_tui.diagnoses.watcher import GONE_S, Watcher
@@ -178,7 +186,7 @@ def test_what_a_log_tells_is_over(rule: LogRule, way: str) -> None:
     if way == "works again" and rule.ends is Ends.WORK:
         ends = [end for pattern in rule.patterns for end in pattern.ends]
         look(began + 30, text=b"".join(b"INFO " + end + b"\n" for end in ends))
-        later = began + QUIET_S
+        later = began + LONGEST_ABSENCE_S
         look(
             later,
             Work(

@@ -250,7 +250,7 @@ def test_a_page_of_another_server_is_no_look() -> None:
 def test_a_page_without_an_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program of the user's on the engine's port: it says a line now and then, and never that it
     is done."""
-    monkeypatch.setattr(questions, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(questions, "RESPONSE_TIMEOUT_S", 0.2)
     over = threading.Event()
 
     class Endless(http.server.BaseHTTPRequestHandler):

@@ -237,7 +237,7 @@ async def test_it_is_told_within_fifteen_seconds(
 ) -> None:
     """At the supervisor's own pace. The stall rule is made quick here: it would otherwise come
     later."""
-    assert watcher.LOOK_S == 1.0 and server.FIRST_GAP_S == 5.0
+    assert watcher.CHECK_EVERY_S == 1.0 and server.FIRST_GAP_S == 5.0
     monkeypatch.setattr(stall_rules, "STALL_S", 9.0)
     async with launch(*stack_of(10)) as run:
         await run.until("vllm", State.HEALTHY)
@@ -255,7 +255,7 @@ async def test_it_is_told_within_fifteen_seconds(
 async def test_a_few_refusals_among_many_answers_are_not_told(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watcher, "LOOK_S", 0.05)
+    monkeypatch.setattr(watcher, "CHECK_EVERY_S", 0.05)
     async with launch(*stack_of(3)) as run:
         await run.until("vllm", State.HEALTHY)
         log = run.run.log("vllm", 1)

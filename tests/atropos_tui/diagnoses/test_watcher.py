@@ -40,7 +40,7 @@ Launch = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look twenty times a second, so that tests need not wait."""
-    monkeypatch.setattr(watcher, "LOOK_S", 0.05)
+    monkeypatch.setattr(watcher, "CHECK_EVERY_S", 0.05)
 
 
 def diagnoses(running: Running) -> list[DiagnosisRecord]:
@@ -115,7 +115,7 @@ async def test_telemetry_is_judged_while_it_is_written(launch: Launch) -> None:
 async def test_what_was_written_in_the_last_moment_is_judged(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watcher, "LOOK_S", 1e6)
+    monkeypatch.setattr(watcher, "CHECK_EVERY_S", 1e6)
     code = RECORD + f"\nprint({OOM!r})"
     trainer = part("train", python(code, 0, step(1, loss="NaN")), role=Role.TRAINER, ends_run=True)
     async with launch(trainer) as running:

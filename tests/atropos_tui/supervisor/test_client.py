@@ -57,8 +57,8 @@ async def listener(run: Path, *, hang: bool) -> AsyncIterator[list[bytes]]:
 async def test_who_listens_but_does_not_answer_is_there(
     tmp_path: Path, hang: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "ANSWER_S", 0.1)
-    monkeypatch.setattr(client_module, "PAUSE_S", 0.01)
+    monkeypatch.setattr(client_module, "CONTROL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(client_module, "RETRY_PAUSE_S", 0.01)
     async with listener(tmp_path, hang=hang) as requests, ControlClient(tmp_path) as client:
         with pytest.raises(NotAnswering) as caught:
             await client.status()

@@ -21,7 +21,7 @@ BUSY = "while True: sum(range(1000))"
 async def test_a_live_stack_leaves_gauges_of_its_components(
     launch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gauges, "EVERY_S", 0.3)
+    monkeypatch.setattr(gauges, "GAUGES_EVERY_S", 0.3)
     async with launch(part("sleeps"), part("works", python(BUSY))) as running:
         tail, found = RecordTail(running.run.gauges_jsonl), list[Record]()
 
@@ -48,8 +48,8 @@ async def test_no_descriptor_to_measure_with_is_no_fault(
 ) -> None:
     """`psutil` and the look at /proc both fail for a while, as when another program has used up
     what there is."""
-    monkeypatch.setattr(gauges, "EVERY_S", 0.1)
-    monkeypatch.setattr(supervisor, "SWEEP_S", 0.1)
+    monkeypatch.setattr(gauges, "GAUGES_EVERY_S", 0.1)
+    monkeypatch.setattr(supervisor, "SURVEY_EVERY_S", 0.1)
     left = {"read": 3, "survey": 3}
 
     def at_first(name: str, real: Any) -> Any:

@@ -35,7 +35,7 @@ from pathlib import Path
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.cluster import slurm; from atropos_tui.cli.start import up
 from atropos_tui.profile.spec import StackSpec
-slurm.ANSWER_S = 1.0
+slurm.COMMAND_TIMEOUT_S = 1.0
 stack = StackSpec.model_validate_json(sys.stdin.read())
 up.last_figures = lambda run: type('Figures', (), {'step': up.steps.pop()})
 up.steps = [5, 0]

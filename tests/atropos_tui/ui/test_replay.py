@@ -205,7 +205,7 @@ def test_a_live_run_is_reported_as_live_and_one_that_hangs_from_its_files(
 ) -> None:
     """From a real supervisor: the page has the processes' states; a supervisor that is stopped
     holds up nothing."""
-    monkeypatch.setattr("atropos_tui.supervisor.client.ANSWER_S", 0.5)
+    monkeypatch.setattr("atropos_tui.supervisor.client.CONTROL_TIMEOUT_S", 0.5)
     run = supervise(small_stack(tmp_path / "run"))
     run.run_json.write_text(
         json.dumps({"run_id": f"ui-{os.getpid()}", "name": "small", "started_at": time.time()})

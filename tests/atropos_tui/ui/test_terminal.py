@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_tui.ui.terminal import LEAVE_S
+from atropos_tui.ui.terminal import CLOSE_TIMEOUT_S
 from atropos_tui.ui.terminal import save_screenshot as save
 from tests.support.run_maker import make_run
 from tests.support.terminal import ALTERNATE_OFF, ALTERNATE_ON, Terminal
@@ -53,7 +53,7 @@ def test_a_terminal_that_vanishes_takes_the_screen_along(terminal: Terminal) -> 
     terminal.until(lambda seen: b"37/60" in seen)
     terminal.vanish()
     terminal.process.wait(
-        LEAVE_S + 3
+        CLOSE_TIMEOUT_S + 3
     )  # else it would read the end of its input for ever, with a whole core
 
 

@@ -22,7 +22,7 @@ from trainer_core.config import TrainingConfig
 from trainer_core.errors import TooMuchLeftOut
 from trainer_core.loop import train
 from trainer_core.rollouts.batch import Selection, read_batch
-from trainer_core.rollouts.source import UNSENDABLE, BatchSource, Lag, LagMeter
+from trainer_core.rollouts.source import LOST_IN_API, BatchSource, Lag, LagMeter
 from trainer_core.telemetry import Telemetry
 
 GOOD = {
@@ -119,7 +119,7 @@ def test_the_same_again_is_said_once_a_minute_with_the_count_since(
 def test_a_batch_that_run_api_lost_counts(tmp_path: Path, capsys: Any) -> None:
     intake = _intake(tmp_path, [[], [], [GOOD]])
     batch, _ = intake.next_batch(0, 0)
-    assert batch.left_out == {UNSENDABLE: 2 * intake.config.sequences_per_step}
+    assert batch.left_out == {LOST_IN_API: 2 * intake.config.sequences_per_step}
     assert "one of its groups has NaN or Infinity" in capsys.readouterr().out
 
 
@@ -300,7 +300,7 @@ def test_a_run_beside_a_broken_environment_records_what_it_left_out(
         "malformed scores",
         "without inference_logprobs",
         "token ids outside of the vocabulary",
-        UNSENDABLE,
+        LOST_IN_API,
     } == seen
     assert any(record.groups_by_env == {"even": 1, "flat": 1} for record in steps)
     assert {"flat": 1} in [

@@ -136,7 +136,7 @@ def test_what_it_leaves_behind_is_killed_too(made: Any, tmp_path: Path) -> None:
 
 
 def test_a_stubborn_child_is_killed(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifecycle_module, "GRACE_S", 0.2)
+    monkeypatch.setattr(lifecycle_module, "STOP_GRACE_S", 0.2)
     lifecycle = made("--stubborn")
     lifecycle.ensure()
     pid = int(instance(lifecycle))

@@ -30,7 +30,7 @@ from atropos_tui.supervisor.journal.store import ProcessTable, RunResult
 from atropos_tui.supervisor.launchers.launcher import Host
 from atropos_tui.supervisor.processes import procfs
 from atropos_tui.supervisor.processes.launch import scratch_name
-from atropos_tui.supervisor.supervisor import SWEEP_S
+from atropos_tui.supervisor.supervisor import SURVEY_EVERY_S
 from tests.support import nursery
 from tests.support.harness import alive, part, pids_in, python, script, wait_until
 
@@ -366,7 +366,7 @@ async def test_the_guard_removes_what_the_dead_left_in_shared_memory(tmp_path: P
             await supervisor.ready()
             await wait_until((tmp_path / "left").exists)
             await asyncio.sleep(
-                2 * SWEEP_S + 1
+                2 * SURVEY_EVERY_S + 1
             )  # the supervisor has looked since, and told its guard
             supervisor.process.kill()
             await wait_until(lambda: not left.exists(), 20)

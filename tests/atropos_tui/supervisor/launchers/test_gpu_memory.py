@@ -85,18 +85,23 @@ class Clock:
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
     monkeypatch.setattr("atropos_tui.supervisor.launchers.launcher.Nvml", lambda _: fake)
-    times = {"LIMIT_S": 60.0, "SETTLE_S": 0.1, "OTHERS_S": 0.3, "LOOK_S": (0.01, 0.05)}
+    times = {
+        "RELEASE_TIMEOUT_S": 60.0,
+        "SETTLE_S": 0.1,
+        "OTHERS_S": 0.3,
+        "READING_PAUSE_S": (0.01, 0.05),
+    }
     for name, value in times.items():
         monkeypatch.setattr(gpu_memory, name, value)
     monkeypatch.setattr("atropos_tui.supervisor.launchers.launcher.MAX_AGE_S", 0.0)
-    monkeypatch.setattr("atropos_tui.supervisor.launchers.launcher.PATIENCE_S", 10.0)
+    monkeypatch.setattr("atropos_tui.supervisor.launchers.launcher.USAGE_TIMEOUT_S", 10.0)
     return fake
 
 
 @pytest.fixture
 def _impatient(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is not back is given up soon."""
-    monkeypatch.setattr(gpu_memory, "LIMIT_S", 0.6)
+    monkeypatch.setattr(gpu_memory, "RELEASE_TIMEOUT_S", 0.6)
 
 
 def engine(**fields: Any) -> Any:
@@ -386,7 +391,7 @@ async def test_a_driver_that_fails_midway_stops_nobody(launch: Any, driver: Fake
 async def test_a_driver_that_hangs_holds_up_nobody(
     launch: Any, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_memory, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(gpu_memory, "READING_TIMEOUT_S", 0.2)
     free = threading.Event()
     async with launch(engine()) as running:
         await started(running, driver)

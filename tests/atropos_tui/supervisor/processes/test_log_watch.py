@@ -77,7 +77,7 @@ def test_of_an_over_long_line_every_part_counts_and_its_middle_is_no_beginning()
 def test_an_unfinished_line_counts_after_a_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = fed("^up$", b"bar 99%|####|")
     assert not watch.seen("^up$")
-    monkeypatch.setattr(log_watch, "SILENT_S", 0.0)
+    monkeypatch.setattr(log_watch, "UNFINISHED_LINE_S", 0.0)
     watch.take(b"up\n")
     assert watch.seen("^up$"), "as when a progress bar and a print share stdout"
     assert fed("99%", b"bar 99%").seen("99%")
