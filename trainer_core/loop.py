@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -604,7 +605,7 @@ class Run:
         )
         if alignment.verdict != "ok":
             asked = self.probe.asked_at(self.step + 1) if probe is not None else ""
-            alignment = Alignment(alignment.verdict, f"{alignment.cause}{asked}")
+            alignment = replace(alignment, evidence=f"{alignment.evidence}{asked}")
             print(f"LogProb Alignment: {alignment.verdict.upper()} ({alignment.cause})")
         return alignment
 

@@ -27,7 +27,7 @@ from atropos_common.protocol.records import (
 )
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone
-from trainer_core.objective.alignment import Alignment, DiffSums, ProbeDiffs, diff_sums
+from trainer_core.objective.alignment import Alignment, Cause, DiffSums, ProbeDiffs, diff_sums
 from trainer_core.policy.logprobs import (
     completions_logprobs,
     head_scores,
@@ -259,21 +259,20 @@ def explain(
     """
     if judged.verdict == "ok":
         return judged
-    cause = judged.cause.partition(":")[0]
     # With a lag of several versions the difference is ordinary, so only test it now and then.
     often = lag_max is None or lag_max <= 1 or step % LAG_INTERVAL == 1
-    if cause == SAMPLING or (cause == POLICY_LAG and often):
+    if judged.kind == SAMPLING or (judged.kind == POLICY_LAG and often):
         return judged.explained(_cause_in_rollouts(model, rollouts, world))
     return (
         judged.explained(_cause_in_head(model, answers, world))
-        if cause == OTHER_WEIGHTS
+        if judged.kind == OTHER_WEIGHTS
         else judged
     )
 
 
 def _cause_in_rollouts(
     model: torch.nn.Module, rollouts: Sequence[Rollout], world: World
-) -> str | None:
+) -> Cause | None:
     chosen = [r for r in rollouts if r.trained.any()][:SEQUENCES]
     rows = pack(chosen, max((len(r.tokens) for r in chosen), default=0) * len(chosen))
     # `pack` puts rollouts without advantages into a row of their own; take the larger row.
@@ -306,7 +305,7 @@ class _Scored:
         return self.world.share(lambda: float(gaps.mean()))
 
 
-def _shifted_by_one(scored: _Scored) -> str | None:
+def _shifted_by_one(scored: _Scored) -> Cause | None:
     train, theirs, ids = scored.train, scored.row.logprobs, scored.row.sequences
     for mine, other, where in (
         (slice(1, None), slice(None, -1), "the token before"),
@@ -319,11 +318,11 @@ def _shifted_by_one(scored: _Scored) -> str | None:
         as_given = (train[mine] - theirs[mine]).abs()[inside].mean()
         moved = (train[other] - theirs[mine]).abs()[inside].mean()
         if float(moved) <= LEFT * float(as_given):
-            return f"{SHIFTED}: each rollout logprob is that of {where}"
+            return SHIFTED, f"each rollout logprob is that of {where}"
     return None
 
 
-def _other_temperature(scored: _Scored) -> str | None:
+def _other_temperature(scored: _Scored) -> Cause | None:
     before = scored.left(1.0)
     best, width = 1.0, 2.0
     # Search on a logarithmic grid that narrows around the best factor by a cube root each round.
@@ -337,24 +336,25 @@ def _other_temperature(scored: _Scored) -> str | None:
     assumed = float(scored.row.temperatures.median())
     raw = ": raw logprobs, or that temperature" if abs(best * assumed - 1.0) < 0.02 else ""
     return (
-        f"{TEMPERATURE}: the rollouts' logprobs fit {best * assumed:.2f}{raw}; the trainer uses "
-        f"{assumed:.2f}"
+        TEMPERATURE,
+        f"the rollouts' logprobs fit {best * assumed:.2f}{raw}; the trainer uses {assumed:.2f}",
     )
 
 
-def _filtered(scored: _Scored) -> str | None:
+def _filtered(scored: _Scored) -> Cause | None:
     # If every token is more likely on the server, a filter removed others.
     surplus = scored.row.logprobs - scored.train
     # A filter rescales the kept tokens, so it can only raise their logprobs.
     if float(surplus.min()) < -NOISE or float(surplus.mean()) < NOISE:
         return None
     return (
-        f"{SAMPLING}: every rollout logprob is above the trainer's, by {float(surplus.mean()):.2g} "
-        f"on average: top-p, top-k or min-p took the other tokens away"
+        SAMPLING,
+        f"every rollout logprob is above the trainer's, by {float(surplus.mean()):.2g} on "
+        f"average: top-p, top-k or min-p took the other tokens away",
     )
 
 
-def _cause_in_head(model: torch.nn.Module, answers: Answers, world: World) -> str | None:
+def _cause_in_head(model: torch.nn.Module, answers: Answers, world: World) -> Cause | None:
     # [N] logprobs of all answers, in the order of `_all_of`.
     theirs = torch.tensor(
         [value for _, *both in answers for done in both for value in done.logprobs]
@@ -372,8 +372,8 @@ def _cause_in_head(model: torch.nn.Module, answers: Answers, world: World) -> st
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         if dtype != own and left(dtype) <= LEFT * before:
             return (
-                f"{HEAD_DTYPE}: the server computes with its head in {_name(dtype)}, the trainer "
-                f"in {_name(own)}"
+                HEAD_DTYPE,
+                f"the server computes with its head in {_name(dtype)}, the trainer in {_name(own)}",
             )
     return None
 

@@ -184,6 +184,7 @@ def alignment_fields(report: StepReport) -> dict[str, Any]:
         "routing_replayed": report.batch.routing_replayed,
         "verdict": report.alignment.verdict,
         "cause": report.alignment.cause,
+        "cause_kind": report.alignment.kind,
     }
 
 

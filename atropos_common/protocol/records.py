@@ -432,7 +432,7 @@ class StepRecord(TrainerRecord):
     ] = Field(default_factory=dict)
 
 
-# Causes of an alignment verdict. Rules compare these constants, so their text must stay.
+# Kinds of causes of an alignment verdict. Recordings contain them, so their text must stay.
 STALE_WEIGHTS = "stale weights"
 STALE_PREFIX = "stale prefix cache"
 TEMPERATURE = "temperature"
@@ -494,6 +494,9 @@ class AlignmentRecord(TrainerRecord):
     ] = None
     verdict: Literal["ok", "drift", "mismatch"] = "ok"
     cause: str = ""
+    """For people: `cause_kind`, a colon, and the evidence."""
+    cause_kind: str = ""
+    """A constant above; empty if unknown. Rules compare this one."""
 
 
 class TimingRecord(TrainerRecord):

@@ -263,7 +263,7 @@ def drift(record: AlignmentRecord) -> str | None:
     mean = record.logprob_diff_abs_mean
     far = mean is not None and mean >= HEALTHY_LOGPROB_DIFF
     # An outlier or rounding explains a drift and needs no action.
-    drifts = record.verdict == "drift" and not record.cause.startswith((OUTLIER, ROUNDING))
+    drifts = record.verdict == "drift" and record.cause_kind not in (OUTLIER, ROUNDING)
     return _alignment(record) if drifts or (far and record.verdict == "ok") else None
 
 
@@ -333,7 +333,7 @@ def _mismatch_by(cause: str) -> Judge:
     """Judge of mismatches with this cause; an empty cause means those without a known one."""
 
     def bad(record: AlignmentRecord) -> str | None:
-        known = next((known for known in CAUSE_FIXES if record.cause.startswith(f"{known}:")), "")
+        known = record.cause_kind if record.cause_kind in CAUSE_FIXES else ""
         return mismatch(record) if known == cause else None
 
     return in_a_row(bad, 1)

@@ -194,7 +194,7 @@ def test_every_rank_looks_for_a_cause_as_rank_0_does(tmp_path: Path) -> None:
         row = pack([hotter], 100)[0]
         rollout.logprobs[rollout.trained] = row_logprobs(models[0], row).detach().numpy()
     rollouts = [replace(rollout, temperature=1.0) for rollout in rollouts]
-    judged = Alignment("mismatch", f"{SAMPLING}: fresh rollouts differ")
+    judged = Alignment("mismatch", SAMPLING, "fresh rollouts differ")
 
     def causes(model: torch.nn.Module, world: World) -> tuple[Alignment, int]:
         passes: list[Any] = []

@@ -23,6 +23,8 @@ from atropos_common.protocol.records import (
 )
 
 Verdict = Literal["ok", "drift", "mismatch"]
+Cause = tuple[str, str]
+"""A cause of `protocol.records`, and the evidence."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +96,18 @@ class ProbeDiffs:
 @dataclass(frozen=True)
 class Alignment:
     verdict: Verdict
-    cause: str = ""
-    """A cause of `protocol.records`, a colon, and the evidence."""
+    kind: str = ""
+    """A cause of `protocol.records`."""
+    evidence: str = ""
 
-    def explained(self, cause: str | None) -> Alignment:
+    @property
+    def cause(self) -> str:
+        """Kind, a colon, and the evidence."""
+        return f"{self.kind}: {self.evidence}" if self.kind else self.evidence
+
+    def explained(self, cause: Cause | None) -> Alignment:
         """A mismatch with the given cause; None keeps this result."""
-        return self if cause is None else Alignment("mismatch", cause)
+        return self if cause is None else Alignment("mismatch", *cause)
 
 
 def diff_sums(train: Sequence[float], inference: Sequence[float]) -> DiffSums:
@@ -159,7 +167,7 @@ class AlignmentGate:
                 self.bounds = self.bounds.after(
                     max(probe.fresh.abs_mean or 0.0, probe.cached.abs_mean or 0.0)
                 )
-        outlier = alignment.cause.startswith(OUTLIER)
+        outlier = alignment.kind == OUTLIER
         if alignment.verdict == "ok" or outlier:
             more = self._judge_rollouts(rollouts, probe, lag_max, oldest)
             alignment = alignment if outlier and more.verdict == "ok" else more
@@ -174,19 +182,19 @@ class AlignmentGate:
             return Alignment("ok")
         if not math.isfinite(probe.both.abs_diff):
             return Alignment(
-                "mismatch", f"{BROKEN_WEIGHTS}: a logprob is not a finite number on one side"
+                "mismatch", BROKEN_WEIGHTS, "a logprob is not a finite number on one side"
             )
         if worst == "drift" and (lone := _outlier(probe, self.bounds)):
-            return Alignment(worst, f"{OUTLIER}: {lone}")
+            return Alignment(worst, OUTLIER, lone)
         # Only the cached side differs, so the prefix cache has keys and values of old weights.
         if fresh == "ok":
-            return Alignment(worst, f"{STALE_PREFIX}: only answers on a cached prefix differ")
+            return Alignment(worst, STALE_PREFIX, "only answers on a cached prefix differ")
         if self._agreed is not None:
             now = probe.anchor or probe.both
             if worst == "drift" and (noise := _alike(self._agreed, now)):
-                return Alignment(worst, f"{ROUNDING}: {noise}")
-            return Alignment(worst, f"{STALE_WEIGHTS}: {_how_stale(self._agreed, now)}")
-        return Alignment(worst, f"{OTHER_WEIGHTS}: trainer and server differ from the start")
+                return Alignment(worst, ROUNDING, noise)
+            return Alignment(worst, STALE_WEIGHTS, _how_stale(self._agreed, now))
+        return Alignment(worst, OTHER_WEIGHTS, "trainer and server differ from the start")
 
     def _judge_rollouts(
         self,
@@ -197,28 +205,28 @@ class AlignmentGate:
     ) -> Alignment:
         mean = rollouts.abs_mean
         if mean is None:
-            return Alignment("ok", "no rollout token has a logprob")
+            return Alignment("ok", evidence="no rollout token has a logprob")
         if not math.isfinite(mean):
             return Alignment(
-                "mismatch", f"{BROKEN_WEIGHTS}: a logprob of the batch is not a finite number"
+                "mismatch", BROKEN_WEIGHTS, "a logprob of the batch is not a finite number"
             )
         if lag_max == 0:  # the same weights on both sides, as in the probe
             verdict = _grade(rollouts, self.bounds)
             if verdict != "ok" and mean >= ROLLOUT_MISMATCH:
                 verdict = "mismatch"
-            return Alignment(verdict, "" if verdict == "ok" else _fresh_cause(mean, probe))
+            return Alignment(verdict, *(() if verdict == "ok" else _fresh_cause(mean, probe)))
         # Rounding in half precision may exceed the guides' bound.
         if mean < max(ROLLOUT_DRIFT, self.bounds.ok if self.bounds.half else 0.0):
             return Alignment("ok")
         if probe is None and (how := self._stale(rollouts, oldest)):
-            return Alignment("mismatch", f"{STALE_WEIGHTS}: {how}")
+            return Alignment("mismatch", STALE_WEIGHTS, how)
         if (
             lag_max is not None and lag_max <= 1 and mean >= ROLLOUT_MISMATCH
         ):  # more than one update can explain
-            return Alignment("mismatch", _FRESH)
+            return Alignment("mismatch", *_FRESH)
         lag = "unknown" if lag_max is None else f"up to {lag_max:g}"
         far: Verdict = "mismatch" if probe is None and mean >= ROLLOUT_MISMATCH else "drift"
-        return Alignment(far, f"{POLICY_LAG}: rollouts are far from the policy (lag {lag})")
+        return Alignment(far, POLICY_LAG, f"rollouts are far from the policy (lag {lag})")
 
     def _stale(self, rollouts: DiffSums, oldest: float | None) -> str | None:
         """Evidence that the server's weights did not change although its version did."""
@@ -252,14 +260,14 @@ def _outlier(probe: ProbeDiffs, bounds: Thresholds) -> str | None:
     return lone
 
 
-def _fresh_cause(mean: float, probe: ProbeDiffs | None) -> str:
+def _fresh_cause(mean: float, probe: ProbeDiffs | None) -> Cause:
     # The probe uses no sampling options: a difference that it shows too comes from the weights.
     seen = probe.fresh.abs_mean if probe is not None else None
     if seen is None or seen <= ALIKE * mean:
         return _FRESH
     return (
-        f"{OTHER_WEIGHTS}: fresh rollouts differ by {mean:.2g}, and so does the probe, by "
-        f"{seen:.2g}"
+        OTHER_WEIGHTS,
+        f"fresh rollouts differ by {mean:.2g}, and so does the probe, by {seen:.2g}",
     )
 
 
@@ -300,8 +308,9 @@ ALIKE = 0.3
 # Share of the bound below which the other tokens' mean shows a single rounded token.
 OUTLIER_OTHERS = 0.4
 _FRESH = (
-    f"{SAMPLING}: fresh rollouts differ: top-p, top-k, min-p or penalties, a temperature missing "
-    f"in generation_params, or raw logprobs"
+    SAMPLING,
+    "fresh rollouts differ: top-p, top-k, min-p or penalties, a temperature missing in "
+    "generation_params, or raw logprobs",
 )
 # Factor on the first probe's difference in half precision that later probes may reach.
 FIRST_PROBE = 2.0

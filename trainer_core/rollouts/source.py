@@ -331,8 +331,13 @@ class BatchSource:
                         raise
             return self._read(self.api.next_batch(step, on_idle=self.while_waiting))
         except MissingLogprobs as error:
-            cause = f"{MISSING}: {error}"
-            self.telemetry.write(AlignmentRecord, step + 1, verdict="mismatch", cause=cause)
+            self.telemetry.write(
+                AlignmentRecord,
+                step + 1,
+                verdict="mismatch",
+                cause=f"{MISSING}: {error}",
+                cause_kind=MISSING,
+            )
             raise
 
     def _read(self, raw: RawBatch) -> Batch:

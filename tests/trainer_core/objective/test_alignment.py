@@ -71,7 +71,7 @@ def test_thresholds_follow_the_dtype_and_the_flags() -> None:
 )
 def test_the_probe_decides_first(probe: ProbeDiffs, verdict: str, cause: str) -> None:
     found = AlignmentGate(BOUNDS).judge(_off(0.0), probe)
-    assert (found.verdict, found.cause.partition(":")[0]) == (verdict, cause)
+    assert (found.verdict, found.kind) == (verdict, cause)
 
 
 def _lone(far: float, others: float = 0.0, tokens: int = 16) -> DiffSums:
@@ -86,7 +86,7 @@ def test_one_token_that_differs_is_called_what_it_is() -> None:
     for probe in (ProbeDiffs(calm, lone), ProbeDiffs(lone, calm), ProbeDiffs(lone, lone)):
         found = gate.judge(_off(0.0), probe)
         assert found == Alignment(
-            "drift", "outlier: one of 16 tokens differs by 2 nats, the others by 0.02 on average"
+            "drift", "outlier", "one of 16 tokens differs by 2 nats, the others by 0.02 on average"
         )
     assert gate.judge(_off(0.5), ProbeDiffs(lone, lone), lag_max=4).cause.startswith(
         "policy lag"
@@ -170,7 +170,7 @@ def test_stale_weights_are_seen_in_rollouts_where_there_is_no_probe() -> None:
     assert still.verdict == "mismatch" and "stands still" in still.cause
     both = gate.judge(_sums(SERVER - 0.8, SERVER - 0.6), None, lag_max=1, version=2)
     assert both == Alignment(
-        "drift", "policy lag: rollouts are far from the policy (lag up to 1)"
+        "drift", "policy lag", "rollouts are far from the policy (lag up to 1)"
     ), "it follows"
 
 
@@ -181,7 +181,7 @@ def test_old_rollouts_that_stand_still_are_lag_and_nothing_else(lag: int) -> Non
     assert gate.judge(_off(0.001), None, lag_max=0, version=5).verdict == "ok"
     found = gate.judge(_sums(SERVER - 0.4, SERVER + 0.01), None, lag_max=lag, version=5 + lag)
     assert found == Alignment(
-        "drift", f"policy lag: rollouts are far from the policy (lag up to {lag})"
+        "drift", "policy lag", f"rollouts are far from the policy (lag up to {lag})"
     )
 
 
@@ -351,7 +351,7 @@ def test_a_head_in_another_type_is_named(base: Path) -> None:
             for prompt, ids, values in zip(prompts, tokens, theirs, strict=True)
         ]
         found = explain(
-            Alignment("drift", "other weights: from the start"),
+            Alignment("drift", "other weights", "from the start"),
             policy,
             [],
             answers,
@@ -366,7 +366,7 @@ def test_a_head_in_another_type_is_named(base: Path) -> None:
     other = [
         (p, GeneratedTokens(c.token_ids, [v - 0.1 for v in c.logprobs]), c) for p, c, _ in answers
     ]
-    left = Alignment("drift", "other weights: from the start")
+    left = Alignment("drift", "other weights", "from the start")
     assert explain(left, policy, [], other, step=1, lag_max=0) == left, (
         "a difference of another kind stays unexplained"
     )
@@ -380,7 +380,7 @@ def test_policy_lag_is_not_taken_for_a_cause(engine: Engine, base: Path) -> None
             parameter.add_(
                 torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) * 0.02
             )
-    lagging = Alignment("drift", "policy lag: rollouts are far from the policy (lag up to 5)")
+    lagging = Alignment("drift", "policy lag", "rollouts are far from the policy (lag up to 5)")
     assert explain(lagging, policy, batch.rollouts, [], step=1, lag_max=5) == lagging
 
 
