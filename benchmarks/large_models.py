@@ -45,7 +45,8 @@ from typing import Any
 import httpx
 
 from atropos_common.protocol.bridge import ROUTING_FLAG, TOKEN_HEADER
-from atropos_common.protocol.records import Record, RecordError, parse_line
+from atropos_common.protocol.record_base import Record, RecordError
+from atropos_common.protocol.records import parse_line
 from benchmarks.support.checks import Checks
 from benchmarks.support.children import (
     MODE_SERVERS,

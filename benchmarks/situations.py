@@ -39,7 +39,7 @@ import psutil
 
 from atropos_common.protocol.control import CommandRequest, Role, State
 from atropos_common.protocol.record_tail import RecordTail
-from atropos_common.protocol.records import StepRecord
+from atropos_common.protocol.trainer_records import StepRecord
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.monitor.run.run_files import RunFeed, read_info
 from atropos_tui.monitor.run.state import RunState

@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from atropos_common.protocol.record_base import RecordError
 from atropos_common.protocol.records import (
     EnvCountsRecord,
-    RecordError,
     StageRecord,
     StateRecord,
     parse_line,

@@ -26,8 +26,12 @@ import numpy as np
 import torch
 
 from atropos_common.protocol.bridge import ROUTING_FLAG
-from atropos_common.protocol.records import BenchmarkRecord, CheckpointRecord, SyncRecord
 from atropos_common.protocol.stages import ATTACHED, reach
+from atropos_common.protocol.trainer_records import (
+    BenchmarkRecord,
+    CheckpointRecord,
+    SyncRecord,
+)
 from atropos_common.system.run_dir import RunDir
 from trainer_core.checkpoints import checkpoint, state
 from trainer_core.checkpoints.saving import Saver

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from atropos_common.protocol.records import (
+from atropos_common.protocol.trainer_records import (
     HEAD_DTYPE,
     OTHER_WEIGHTS,
     POLICY_LAG,

@@ -15,7 +15,7 @@ import torch
 
 from atropos_common.models.model_math import peak_flops, reached_flops, step_flops
 from atropos_common.protocol.benchmark_summary import summary_sections, summary_text
-from atropos_common.protocol.records import (
+from atropos_common.protocol.trainer_records import (
     AlignmentRecord,
     BenchmarkRecord,
     MemoryRecord,

@@ -11,12 +11,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from atropos_common.protocol.record_tail import RecordTail, next_seq
-from atropos_common.protocol.records import (
-    EnvMetricsRecord,
-    EvalRecord,
-    RolloutRecord,
-    TrainerRecord,
-)
+from atropos_common.protocol.records import EnvMetricsRecord, EvalRecord
+from atropos_common.protocol.trainer_records import RolloutRecord, TrainerRecord
 from atropos_common.system.run_dir import ENV_ATTEMPT, ENV_RUN_ID, RunDir
 from trainer_core.config import TrainingConfig
 

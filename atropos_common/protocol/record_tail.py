@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from atropos_common.protocol.records import Record, RecordError, parse_line
+from atropos_common.protocol.record_base import Record, RecordError
+from atropos_common.protocol.records import parse_line
 from atropos_common.system.files import cut_torn_line, next_data, open_regular
 
 # A few hundred records, some ten milliseconds of parsing.

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 from openai import APIStatusError
 
+from atropos_common.protocol.record_base import Record
 from atropos_common.protocol.record_tail import next_seq
 from atropos_common.protocol.records import (
     FAILED,
@@ -23,7 +24,6 @@ from atropos_common.protocol.records import (
     EnvCountsRecord,
     EnvMetricsRecord,
     EvalRecord,
-    Record,
     reason_text,
 )
 from atropos_common.system.run_dir import ENV_COMPONENT, ENV_RUN_ID, RunDir

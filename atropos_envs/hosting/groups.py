@@ -10,7 +10,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from atropos_common.protocol.records import FLAT, GROUP_SIZE, NOT_FINITE, RETURNED_NONE, TOO_LONG
+from atropos_common.protocol.records import (
+    FLAT,
+    GROUP_SIZE,
+    NOT_FINITE,
+    RETURNED_NONE,
+    TOO_LONG,
+)
 
 Group = dict[str, Any]
 Read = Callable[[Any, str], Any]

@@ -18,17 +18,16 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from atropos_common.protocol.control import ComponentStatus, GpuStatus, Recipe, RunStatus, State
+from atropos_common.protocol.record_base import Record
 from atropos_common.protocol.record_tail import RecordTail
 from atropos_common.protocol.records import (
     CommandRecord,
     DiagnosisRecord,
     ProbeRecord,
-    Record,
     StageRecord,
     StateRecord,
-    StepRecord,
-    TimingRecord,
 )
+from atropos_common.protocol.trainer_records import StepRecord, TimingRecord
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.monitor.format import (
     TONES,

@@ -18,8 +18,9 @@ from atropos_common.protocol.bridge import (
     METRIC_SLOTS,
 )
 from atropos_common.protocol.control import Role, State
-from atropos_common.protocol.records import FLAT, EnvCountsRecord, StepRecord, TimingRecord
+from atropos_common.protocol.records import FLAT, EnvCountsRecord
 from atropos_common.protocol.stages import FIRST_BATCH, REGISTERED
+from atropos_common.protocol.trainer_records import StepRecord, TimingRecord
 from atropos_tui.diagnoses.questions import asking, fetch_page
 from atropos_tui.diagnoses.stall_rules import RUNS, Flow, Part, asked_engines
 from atropos_tui.profile.spec import StackSpec, is_hosted

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from statistics import fmean, median_low, pstdev
 from typing import Any
 
-from atropos_common.protocol.records import (
+from atropos_common.protocol.record_base import Record
+from atropos_common.protocol.records import EvalRecord
+from atropos_common.protocol.trainer_records import (
     BROKEN_WEIGHTS,
     HEAD_DTYPE,
     HEALTHY_CLIP_FRACTION,
@@ -29,8 +31,6 @@ from atropos_common.protocol.records import (
     STALE_WEIGHTS,
     TEMPERATURE,
     AlignmentRecord,
-    EvalRecord,
-    Record,
     RolloutRecord,
     StepRecord,
     SyncRecord,

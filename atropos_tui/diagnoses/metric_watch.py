@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 
-from atropos_common.protocol.records import (
+from atropos_common.protocol.record_base import Record
+from atropos_common.protocol.records import EvalRecord
+from atropos_common.protocol.trainer_records import (
     OF_EACH_STEP,
-    EvalRecord,
-    Record,
     StepRecord,
     TimingRecord,
     TrainerRecord,

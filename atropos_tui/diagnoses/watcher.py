@@ -16,13 +16,9 @@ import httpx
 
 from atropos_common.protocol.control import Role, State
 from atropos_common.protocol.record_tail import RecordTail
-from atropos_common.protocol.records import (
-    EnvCountsRecord,
-    StageRecord,
-    StepRecord,
-    TimingRecord,
-)
+from atropos_common.protocol.records import EnvCountsRecord, StageRecord
 from atropos_common.protocol.stages import REGISTERED
+from atropos_common.protocol.trainer_records import StepRecord, TimingRecord
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.diagnoses.flow import FlowWatch
 from atropos_tui.diagnoses.flow_rules import FLOW_RULES, FlowRule, explain

@@ -15,7 +15,7 @@ from itertools import chain, repeat
 from statistics import quantiles
 from typing import Any
 
-from atropos_common.protocol.records import (
+from atropos_common.protocol.trainer_records import (
     HEALTHY_CLIP_FRACTION,
     HEALTHY_LOGPROB_DIFF,
     HEALTHY_RATIO,

@@ -22,17 +22,16 @@ from atropos_common.protocol.control import (
     Snapshot,
     State,
 )
+from atropos_common.protocol.record_base import Record
 from atropos_common.protocol.record_tail import RecordTail
 from atropos_common.protocol.records import (
-    CheckpointRecord,
     CommandRecord,
     ComponentRecord,
     DiagnosisRecord,
     GaugesRecord,
-    Record,
     StateRecord,
-    StepRecord,
 )
+from atropos_common.protocol.trainer_records import CheckpointRecord, StepRecord
 from atropos_common.system.run_dir import LATEST_TIME, RunDir
 from atropos_tui.monitor.log_buffer import EntryMaker, LogEntry
 from atropos_tui.monitor.log_reader import LogLine, LogReader, MergedLogs

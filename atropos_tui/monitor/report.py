@@ -20,7 +20,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from atropos_common.protocol.control import Phase, RunStatus, State
-from atropos_common.protocol.records import SCHEMA_VERSION, DiagnosisRecord, RolloutRecord
+from atropos_common.protocol.record_base import SCHEMA_VERSION
+from atropos_common.protocol.records import DiagnosisRecord
+from atropos_common.protocol.trainer_records import RolloutRecord
 from atropos_common.system.files import names_in, read_regular
 from atropos_common.system.run_dir import LATEST_TIME, RunDir
 from atropos_tui import __version__

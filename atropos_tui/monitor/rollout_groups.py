@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
 from typing import Literal, get_args
 
-from atropos_common.protocol.records import RolloutRecord
+from atropos_common.protocol.trainer_records import RolloutRecord
 from atropos_tui.monitor.patterns import Pattern
 
 Change = Literal["same", "gone", "new"]

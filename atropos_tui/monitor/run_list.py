@@ -8,15 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from atropos_common.protocol.record_tail import nth_from_end, whole_lines
-from atropos_common.protocol.records import (
-    EvalRecord,
+from atropos_common.protocol.record_base import (
     Number,
     Record,
     RecordError,
-    StepRecord,
-    parse_line,
 )
+from atropos_common.protocol.record_tail import nth_from_end, whole_lines
+from atropos_common.protocol.records import EvalRecord, parse_line
+from atropos_common.protocol.trainer_records import StepRecord
 from atropos_common.system.files import open_regular
 from atropos_common.system.run_dir import RunDir, registry
 from atropos_tui.monitor.bench import WINDOW

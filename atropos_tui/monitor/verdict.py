@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from atropos_common.protocol.control import ComponentStatus, Phase, Role, RunStatus, State
-from atropos_common.protocol.records import CommandRecord, DiagnosisRecord, StateRecord
+from atropos_common.protocol.records import (
+    CommandRecord,
+    DiagnosisRecord,
+    StateRecord,
+)
 from atropos_tui.diagnoses import rule_of
 from atropos_tui.monitor.bench import pace
 from atropos_tui.monitor.format import Tone, counted, duration, number, one_line

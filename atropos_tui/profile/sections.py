@@ -24,7 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from atropos_common.protocol.bridge import SamplingPolicy
 from atropos_common.protocol.control import Role
-from atropos_common.protocol.records import HELD_OUT_METRIC, METRIC_KINDS
+from atropos_common.protocol.trainer_records import HELD_OUT_METRIC, METRIC_KINDS
 from atropos_common.system.run_dir import is_safe_name
 from atropos_tui.cluster import sbatch
 from atropos_tui.errors import Problem

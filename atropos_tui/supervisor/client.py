@@ -33,7 +33,8 @@ from atropos_common.protocol.control import (
     Snapshot,
     WaitResult,
 )
-from atropos_common.protocol.records import Record, parse_line
+from atropos_common.protocol.record_base import Record
+from atropos_common.protocol.records import parse_line
 from atropos_common.system.files import is_private, read_regular
 from atropos_common.system.run_dir import LONGEST_SOCKET, RunDir, is_safe_name, registry
 from atropos_tui.errors import Exit, Problem, UserError

@@ -27,7 +27,11 @@ from atropos_common.protocol.control import (
     StageStatus,
     State,
 )
-from atropos_common.protocol.records import ProbeRecord, StageRecord, StateRecord
+from atropos_common.protocol.records import (
+    ProbeRecord,
+    StageRecord,
+    StateRecord,
+)
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.diagnoses import (
     Diagnosis,

@@ -34,13 +34,12 @@ from atropos_common.net.http import (
     page_refusal,
 )
 from atropos_common.protocol.control import Phase, RunStatus, State
+from atropos_common.protocol.record_base import Record
 from atropos_common.protocol.record_tail import RecordTail
-from atropos_common.protocol.records import (
+from atropos_common.protocol.records import EvalRecord, GaugesRecord
+from atropos_common.protocol.trainer_records import (
     AlignmentRecord,
-    EvalRecord,
-    GaugesRecord,
     MemoryRecord,
-    Record,
     StepRecord,
     SyncRecord,
     TimingRecord,

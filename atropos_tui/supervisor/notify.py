@@ -20,7 +20,8 @@ from typing import Any, Literal, TypeGuard
 
 import httpx
 
-from atropos_common.protocol.records import DiagnosisRecord, Record
+from atropos_common.protocol.record_base import Record
+from atropos_common.protocol.records import DiagnosisRecord
 from atropos_common.system.run_dir import ENV_TOKEN
 from atropos_tui.diagnoses import rule_of
 from atropos_tui.diagnoses.model import NOT_NOTIFIED

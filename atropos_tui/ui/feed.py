@@ -26,7 +26,7 @@ from atropos_common.protocol.control import (
     RunStatus,
     Snapshot,
 )
-from atropos_common.protocol.records import Record, RecordError
+from atropos_common.protocol.record_base import Record, RecordError
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.monitor.log_buffer import LogEntry, LogFeed
 from atropos_tui.monitor.run.run_files import (

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from textual.app import App, SuspendNotSupported
 
 from atropos_common.protocol.control import Phase, RunStatus
-from atropos_common.protocol.records import Record
+from atropos_common.protocol.record_base import Record
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.monitor.run.run_files import read_json
 from atropos_tui.profile.spec import NotifyPolicy

@@ -24,7 +24,8 @@ from typing import Any
 import psutil
 
 from atropos_common.protocol.control import Role
-from atropos_common.protocol.records import Record, StepRecord, TimingRecord
+from atropos_common.protocol.record_base import Record
+from atropos_common.protocol.trainer_records import StepRecord, TimingRecord
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.profile.spec import LogCheck, Probe, Probes, RestartPolicy
 from atropos_tui.supervisor.client import ControlClient

@@ -28,7 +28,7 @@ from typing import Any
 import tomli_w
 import torch
 
-from atropos_common.protocol.records import TimingRecord
+from atropos_common.protocol.trainer_records import TimingRecord
 from atropos_envs.hosting.base import StackEnv, run
 from atropos_envs.hosting.evaluation import Graded
 from benchmarks.large_models import records

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import tomli_w
 
+from atropos_common.protocol.record_base import Record
 from atropos_common.protocol.records import (
     CommandRecord,
     DiagnosisRecord,
     ProbeRecord,
-    Record,
     StageRecord,
 )
 from atropos_common.system.run_dir import RunDir

@@ -12,7 +12,12 @@ from pathlib import Path
 
 import psutil
 
-from atropos_common.protocol.records import DiagnosisRecord, Record, StateRecord, parse_line
+from atropos_common.protocol.record_base import Record
+from atropos_common.protocol.records import (
+    DiagnosisRecord,
+    StateRecord,
+    parse_line,
+)
 from atropos_common.system.run_dir import ENV_RUN_ID, RunDir
 from tests.cluster.processes import wait_until
 from tests.cluster.slurm_nodes import SlurmNodes

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from atropos_common.protocol.records import AlignmentRecord, parse_line
+from atropos_common.protocol.records import parse_line
+from atropos_common.protocol.trainer_records import AlignmentRecord
 from tests.e2e.streams import Streams
 from tests.e2e.vllm_server_live import Server
 from trainer_core.config import TrainingConfig

@@ -17,7 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atropos_common.protocol.records import EvalRecord, Record, RecordError, StateRecord, parse_line
+from atropos_common.protocol.record_base import Record, RecordError
+from atropos_common.protocol.records import (
+    EvalRecord,
+    StateRecord,
+    parse_line,
+)
 from atropos_common.system.run_dir import ENV_RUN_ID, RunDir
 from benchmarks.demo import prepare
 from tests.e2e.vllm_server_live import SHARED_NAME

@@ -17,7 +17,8 @@ import pynvml
 import pytest
 
 from atropos_common.protocol.control import CommandRequest, ComponentStatus, State
-from atropos_common.protocol.records import DiagnosisRecord, Record, StateRecord
+from atropos_common.protocol.record_base import Record
+from atropos_common.protocol.records import DiagnosisRecord, StateRecord
 from atropos_tui.profile.spec import (
     ComponentSpec,
     LogCheck,

@@ -10,7 +10,7 @@ from statistics import mean
 
 import pytest
 
-from atropos_common.protocol.records import OUTLIER, AlignmentRecord
+from atropos_common.protocol.trainer_records import OUTLIER, AlignmentRecord
 from tests.e2e.live_stack import LiveStack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(540)]

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from atropos_common.protocol.control import State
-from atropos_common.protocol.records import Record, RecordError, StateRecord, parse_line
+from atropos_common.protocol.record_base import Record, RecordError
+from atropos_common.protocol.records import StateRecord, parse_line
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.profile.spec import (
     Check,

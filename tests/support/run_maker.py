@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from atropos_common.protocol.control import ComponentStatus, Phase, Role, RunStatus, State
+from atropos_common.protocol.record_base import Record
 from atropos_common.protocol.records import (
-    AlignmentRecord,
     EngineGauges,
     EvalRecord,
     GaugesRecord,
     HostUse,
-    MemoryRecord,
-    Record,
-    RolloutRecord,
     StateRecord,
+)
+from atropos_common.protocol.trainer_records import (
+    AlignmentRecord,
+    MemoryRecord,
+    RolloutRecord,
     StepRecord,
     SyncRecord,
     TimingRecord,

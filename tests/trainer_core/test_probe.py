@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from atropos_common.protocol.records import SAMPLING
+from atropos_common.protocol.trainer_records import SAMPLING
 from tests.support.made_rollouts import rollouts_of
 from tests.support.small_models import CONFIGS, build
 from trainer_core import probe

@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 
-from atropos_common.protocol.records import RolloutRecord, StepRecord, TimingRecord
+from atropos_common.protocol.trainer_records import (
+    RolloutRecord,
+    StepRecord,
+    TimingRecord,
+)
 from atropos_envs.hosting.evaluation import EvalLog, Graded
 from trainer_core.config import TrainingConfig
 from trainer_core.telemetry import TABLE_ROWS, Telemetry, Trackers, numbers_of
@@ -17,7 +21,7 @@ from trainer_core.telemetry import TABLE_ROWS, Telemetry, Trackers, numbers_of
 ATTEMPT = """
 import sys
 from pathlib import Path
-from atropos_common.protocol.records import MemoryRecord, RolloutRecord
+from atropos_common.protocol.trainer_records import MemoryRecord, RolloutRecord
 from trainer_core.config import TrainingConfig
 from trainer_core.telemetry import Telemetry, Trackers
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Literal
 
-from atropos_common.protocol.records import (
+from atropos_common.protocol.trainer_records import (
     BROKEN_WEIGHTS,
     OTHER_WEIGHTS,
     OUTLIER,
@@ -24,7 +24,7 @@ from atropos_common.protocol.records import (
 
 Verdict = Literal["ok", "drift", "mismatch"]
 Cause = tuple[str, str]
-"""A cause of `protocol.records`, and the evidence."""
+"""A cause of `protocol.trainer_records`, and the evidence."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class ProbeDiffs:
 class Alignment:
     verdict: Verdict
     kind: str = ""
-    """A cause of `protocol.records`."""
+    """A cause of `protocol.trainer_records`."""
     evidence: str = ""
 
     @property

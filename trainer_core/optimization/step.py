@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from atropos_common.protocol.records import StepRecord, metrics_of
+from atropos_common.protocol.trainer_records import StepRecord, metrics_of
 from trainer_core.objective.alignment import DiffSums
 from trainer_core.objective.loss import (
     Correction,

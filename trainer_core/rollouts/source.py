@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atropos_common.protocol.bridge import MOST_DIGESTS, VersionSpan
-from atropos_common.protocol.records import MISSING, AlignmentRecord
 from atropos_common.protocol.stages import FIRST_BATCH, reach
+from atropos_common.protocol.trainer_records import MISSING, AlignmentRecord
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import (
     ApiError,

@@ -13,13 +13,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atropos_common.protocol.control import Phase, RunStatus
+from atropos_common.protocol.record_base import Record, RecordError
 from atropos_common.protocol.record_tail import whole_lines
 from atropos_common.protocol.records import (
     RECORD_TYPES,
     ComponentRecord,
     DiagnosisRecord,
-    Record,
-    RecordError,
     parse_line,
 )
 from atropos_common.system.files import open_regular

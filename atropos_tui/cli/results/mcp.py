@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from atropos_common.protocol.control import Action, CommandRequest, CommandStatus, Recipe, RunStatus
-from atropos_common.protocol.records import Number
+from atropos_common.protocol.record_base import Number
 from atropos_tui import __version__
 from atropos_tui.cli.answers import LogRow, Why
 from atropos_tui.cli.manage import inspect, runs

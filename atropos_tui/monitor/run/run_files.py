@@ -21,8 +21,9 @@ from atropos_common.protocol.control import (
     StageStatus,
     State,
 )
+from atropos_common.protocol.record_base import Record
 from atropos_common.protocol.record_tail import CHUNK_BYTES, RecordTail, nth_from_end
-from atropos_common.protocol.records import Record, StateRecord
+from atropos_common.protocol.records import StateRecord
 from atropos_common.system.files import read_regular
 from atropos_common.system.run_dir import LATEST_TIME, RunDir
 from atropos_tui.monitor.format import counted, one_line, real

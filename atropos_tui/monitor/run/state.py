@@ -13,30 +13,34 @@ from pathlib import PurePath
 from typing import Any
 
 from atropos_common.protocol.control import State
-from atropos_common.protocol.records import (
-    OF_EACH_STEP,
+from atropos_common.protocol.record_base import (
     SCHEMA_VERSION,
-    AlignmentRecord,
-    BenchmarkRecord,
-    CheckpointRecord,
+    Number,
+    Record,
+    Whole,
+)
+from atropos_common.protocol.records import (
     CommandRecord,
     ComponentRecord,
     DiagnosisRecord,
     EnvMetricsRecord,
     EvalRecord,
     GaugesRecord,
-    MemoryRecord,
-    Number,
-    RanksRecord,
-    Record,
-    RolloutRecord,
     StageRecord,
     StateRecord,
+)
+from atropos_common.protocol.trainer_records import (
+    OF_EACH_STEP,
+    AlignmentRecord,
+    BenchmarkRecord,
+    CheckpointRecord,
+    MemoryRecord,
+    RanksRecord,
+    RolloutRecord,
     StepRecord,
     SyncRecord,
     TimingRecord,
     TrainerRecord,
-    Whole,
 )
 from atropos_tui.monitor.format import (
     TONES,

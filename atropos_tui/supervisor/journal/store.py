@@ -24,12 +24,11 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from atropos_common.protocol.record_base import Record, RecordError
 from atropos_common.protocol.record_tail import next_seq
 from atropos_common.protocol.records import (
     ComponentRecord,
     DiagnosisRecord,
-    Record,
-    RecordError,
     StateRecord,
     parse_line,
 )

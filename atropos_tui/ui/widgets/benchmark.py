@@ -10,7 +10,7 @@ from textual.containers import VerticalScroll
 from textual.widgets import Static
 
 from atropos_common.protocol.control import Role
-from atropos_common.protocol.records import AlignmentRecord
+from atropos_common.protocol.trainer_records import AlignmentRecord
 from atropos_tui.diagnoses import ALIGNMENT_RULES
 from atropos_tui.monitor.bench import Pace, benchmark_state, pace, ratio, render_benchmarks
 from atropos_tui.monitor.format import bytes_text, duration, number, one_line, seconds_text

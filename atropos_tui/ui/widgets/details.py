@@ -12,7 +12,7 @@ from textual.containers import VerticalScroll
 from textual.widgets import Static
 
 from atropos_common.protocol.control import ComponentStatus, Role
-from atropos_common.protocol.records import RanksRecord
+from atropos_common.protocol.trainer_records import RanksRecord
 from atropos_tui.monitor.bench import PARTS
 from atropos_tui.monitor.charts import CHARTS, MARKS, WRITERS, chart_of, value_at
 from atropos_tui.monitor.format import (

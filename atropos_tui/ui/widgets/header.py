@@ -7,7 +7,8 @@ from rich.text import Text
 from textual.geometry import Size
 
 from atropos_common.protocol.control import Phase, RunStatus, State
-from atropos_common.protocol.records import SCHEMA_VERSION, DiagnosisRecord
+from atropos_common.protocol.record_base import SCHEMA_VERSION
+from atropos_common.protocol.records import DiagnosisRecord
 from atropos_tui.monitor.bench import Pace, pace
 from atropos_tui.monitor.format import GLYPHS, TONES, counted, duration, one_line, seconds_text
 from atropos_tui.monitor.why import open_diagnoses

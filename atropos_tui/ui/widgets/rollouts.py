@@ -14,7 +14,7 @@ from textual.containers import VerticalScroll
 from textual.message import Message
 from textual.widgets import Static
 
-from atropos_common.protocol.records import RolloutRecord
+from atropos_common.protocol.trainer_records import RolloutRecord
 from atropos_tui.monitor.format import counted, number, one_line, plain_lines
 from atropos_tui.monitor.patterns import Pattern
 from atropos_tui.monitor.rollout_groups import (

@@ -29,7 +29,7 @@ from atropos_common.models.model_math import (
     reached_flops,
 )
 from atropos_common.protocol.benchmark_summary import summary_sections, summary_text
-from atropos_common.protocol.records import BenchmarkRecord
+from atropos_common.protocol.trainer_records import BenchmarkRecord
 from trainer_core.config import TrainingConfig
 from trainer_core.policy.attention import register
 from trainer_core.policy.load import dimensions, train_only

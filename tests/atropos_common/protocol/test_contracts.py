@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atropos_common.protocol import bridge, control, manifest, records
+from atropos_common.protocol import bridge, control, manifest, records, trainer_records
+from atropos_common.protocol.record_base import RecordError
 from atropos_common.system.run_dir import RunDir, is_safe_name
 
 FIELDS: dict[str, dict[str, Any]] = {
@@ -96,10 +97,10 @@ def test_every_kind_round_trips(kind: str) -> None:
 
 @given(st.floats(allow_nan=True, allow_infinity=True))
 def test_any_float_survives_as_strict_json(value: float) -> None:
-    line = records.StepRecord(**{**FIELDS["step"], "loss": value}).to_line()
+    line = trainer_records.StepRecord(**{**FIELDS["step"], "loss": value}).to_line()
     json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     back = records.parse_line(line)
-    assert isinstance(back, records.StepRecord)
+    assert isinstance(back, trainer_records.StepRecord)
     assert back.loss == value or (math.isnan(value) and math.isnan(back.loss))
 
 
@@ -107,7 +108,7 @@ def test_a_newer_writer_is_understood() -> None:
     record = records.parse_line('{"v": 9, "kind": "hologram", "seq": 1, "shape": [1]}')
     assert record.kind == "hologram" and record.v == 9
     step = records.parse_line(json.dumps({"kind": "step", "new_field": 1, **FIELDS["step"]}))
-    assert isinstance(step, records.StepRecord)
+    assert isinstance(step, trainer_records.StepRecord)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_a_newer_writer_is_understood() -> None:
     ],
 )
 def test_what_is_no_record_is_refused(line: str) -> None:
-    with pytest.raises(records.RecordError):
+    with pytest.raises(RecordError):
         records.parse_line(line)
 
 

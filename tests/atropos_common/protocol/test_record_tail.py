@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atropos_common.protocol import record_tail
+from atropos_common.protocol.record_base import Record
 from atropos_common.protocol.record_tail import RecordTail
-from atropos_common.protocol.records import MemoryRecord, Record, StateRecord
+from atropos_common.protocol.records import StateRecord
+from atropos_common.protocol.trainer_records import MemoryRecord
 
 
 def line(seq: int) -> str:

@@ -21,7 +21,13 @@ import torch
 from atroposlib.api import server as api_module
 from atroposlib.envs import base as atropos_base
 
-from atropos_common.protocol.records import FAILED, FLAT, REFUSED, RETURNED_NONE, UNSENDABLE
+from atropos_common.protocol.records import (
+    FAILED,
+    FLAT,
+    REFUSED,
+    RETURNED_NONE,
+    UNSENDABLE,
+)
 from atropos_envs import EnvFault
 from atropos_envs.hosting import engine_client
 from atropos_envs.hosting.groups import Unsendable, convert, encoded

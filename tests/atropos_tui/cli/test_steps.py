@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.protocol.records import Record, StepRecord, TimingRecord
+from atropos_common.protocol.record_base import Record
+from atropos_common.protocol.trainer_records import StepRecord, TimingRecord
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.cli import show
 from atropos_tui.cli.show import StepLines

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from atropos_common.protocol.records import (
+from atropos_common.protocol.records import DiagnosisRecord, EvalRecord
+from atropos_common.protocol.trainer_records import (
     METRIC_KINDS,
     AlignmentRecord,
-    DiagnosisRecord,
-    EvalRecord,
     StepRecord,
 )
 from atropos_common.system.run_dir import ENV_TOKEN

@@ -13,13 +13,13 @@ import pytest
 
 from atropos_common.protocol import records
 from atropos_common.protocol.control import Phase, Role, RunStatus, State
+from atropos_common.protocol.record_base import Record
 from atropos_common.protocol.records import (
     DiagnosisRecord,
     EvalRecord,
-    Record,
     StateRecord,
-    SyncRecord,
 )
+from atropos_common.protocol.trainer_records import SyncRecord
 from atropos_tui.cli.manage.inspect import _diagnoses
 from atropos_tui.cli.show import ps_table
 from atropos_tui.diagnoses import RULES, SEVERITIES, Diagnosis, Names

@@ -27,10 +27,9 @@ from atropos_common.protocol.records import (
     SURPLUS,
     UNSENDABLE,
     EnvCountsRecord,
-    StepRecord,
-    TimingRecord,
 )
 from atropos_common.protocol.stages import FIRST_BATCH
+from atropos_common.protocol.trainer_records import StepRecord, TimingRecord
 from atropos_common.system.run_dir import ENV_ENGINE_URLS
 from atropos_tui.diagnoses import questions
 from atropos_tui.diagnoses.flow import FlowWatch, parse_look

@@ -9,13 +9,9 @@ from typing import Any
 
 import pytest
 
-from atropos_common.protocol.records import (
-    EvalRecord,
-    Record,
-    RolloutRecord,
-    SyncRecord,
-    parse_line,
-)
+from atropos_common.protocol.record_base import Record
+from atropos_common.protocol.records import EvalRecord, parse_line
+from atropos_common.protocol.trainer_records import RolloutRecord, SyncRecord
 from atropos_tui.diagnoses import Diagnosis
 from atropos_tui.diagnoses.metric_rules import CAUSE_FIXES, METRIC_RULES, MetricRule
 from atropos_tui.diagnoses.metric_watch import MetricWatch

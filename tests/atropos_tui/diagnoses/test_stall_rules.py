@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from atropos_common.protocol.control import Role, State
-from atropos_common.protocol.records import StepRecord
+from atropos_common.protocol.trainer_records import StepRecord
 from atropos_tui.diagnoses.stall_rules import (
     ApiView,
     Part,

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.protocol.records import (
+from atropos_common.protocol.records import parse_line
+from atropos_common.protocol.trainer_records import (
     BenchmarkRecord,
     StepRecord,
     SyncRecord,
     TimingRecord,
-    parse_line,
 )
 from atropos_tui.monitor.bench import (
     benchmark_run,

@@ -8,12 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from atropos_common.protocol.records import (
-    CheckpointRecord,
     DiagnosisRecord,
     EnvMetricsRecord,
     EvalRecord,
-    StepRecord,
 )
+from atropos_common.protocol.trainer_records import CheckpointRecord, StepRecord
 from atropos_tui.monitor.charts import (
     Along,
     Lens,

@@ -19,11 +19,13 @@ import pytest
 
 from atropos_common.protocol.control import State
 from atropos_common.protocol.records import (
-    BenchmarkRecord,
     CommandRecord,
     DiagnosisRecord,
-    RolloutRecord,
     StateRecord,
+)
+from atropos_common.protocol.trainer_records import (
+    BenchmarkRecord,
+    RolloutRecord,
     StepRecord,
 )
 from atropos_common.system.run_dir import LATEST_TIME, RunDir

@@ -15,12 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atropos_common.protocol.records import (
-    CheckpointRecord,
     CommandRecord,
     DiagnosisRecord,
-    RolloutRecord,
     StateRecord,
 )
+from atropos_common.protocol.trainer_records import CheckpointRecord, RolloutRecord
 from atropos_common.system.run_dir import registry
 from atropos_tui.monitor.format import clock, plain_text
 from atropos_tui.monitor.rollout_groups import (

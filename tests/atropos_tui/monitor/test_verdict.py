@@ -16,17 +16,16 @@ from atropos_common.protocol.control import (
     StageStatus,
     State,
 )
+from atropos_common.protocol.record_base import Record
 from atropos_common.protocol.records import (
     CommandRecord,
     DiagnosisRecord,
     EnvFlow,
     EvalRecord,
     GaugesRecord,
-    Record,
     StateRecord,
-    StepRecord,
-    TimingRecord,
 )
+from atropos_common.protocol.trainer_records import StepRecord, TimingRecord
 from atropos_tui.diagnoses import BY_NAME, UNKNOWN
 from atropos_tui.monitor import limits
 from atropos_tui.monitor.run.run_files import PlannedComponent, RunInfo

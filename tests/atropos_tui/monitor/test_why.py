@@ -17,7 +17,8 @@ from atropos_common.protocol.control import (
     StageStatus,
     State,
 )
-from atropos_common.protocol.records import DiagnosisRecord, Record
+from atropos_common.protocol.record_base import Record
+from atropos_common.protocol.records import DiagnosisRecord
 from atropos_tui.cli import show
 from atropos_tui.monitor.run.run_files import PlannedComponent, RunInfo
 from atropos_tui.monitor.run.state import RunState

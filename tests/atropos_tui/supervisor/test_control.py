@@ -14,7 +14,8 @@ import pytest
 from pydantic import ValidationError
 
 from atropos_common.protocol.control import CommandRequest, Phase, Role, RunStatus, Snapshot, State
-from atropos_common.protocol.records import CommandRecord, Record, parse_line
+from atropos_common.protocol.record_base import Record
+from atropos_common.protocol.records import CommandRecord, parse_line
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused, socket_path
 from atropos_tui.supervisor.journal.store import RunInUseError

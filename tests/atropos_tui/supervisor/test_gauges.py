@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from atropos_common.protocol.control import CommandRequest
+from atropos_common.protocol.record_base import Record
 from atropos_common.protocol.record_tail import RecordTail
-from atropos_common.protocol.records import GaugesRecord, Record
+from atropos_common.protocol.records import GaugesRecord
 from atropos_tui.supervisor import gauges, supervisor
 from atropos_tui.supervisor.launchers import launcher
 from atropos_tui.supervisor.processes import procfs

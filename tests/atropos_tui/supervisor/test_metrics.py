@@ -15,6 +15,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from atropos_common.protocol.control import Role
+from atropos_common.protocol.record_base import Record
 from atropos_common.protocol.records import (
     DiagnosisRecord,
     EngineGauges,
@@ -22,11 +23,9 @@ from atropos_common.protocol.records import (
     EvalRecord,
     GaugesRecord,
     HostUse,
-    Record,
-    StepRecord,
-    TimingRecord,
     parse_line,
 )
+from atropos_common.protocol.trainer_records import StepRecord, TimingRecord
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.profile.spec import MetricsPolicy, RestartPolicy
 from tests.support.harness import part, python, ready

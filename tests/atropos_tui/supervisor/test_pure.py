@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from atropos_common.protocol.control import State
-from atropos_common.protocol.records import Record
+from atropos_common.protocol.record_base import Record
 from atropos_tui.supervisor import component
 from atropos_tui.supervisor.journal.store import Hub, SubscriberDroppedError
 from atropos_tui.supervisor.processes import procfs

@@ -14,7 +14,7 @@ from atropos_common.protocol.control import (
     RunStatus,
     Snapshot,
 )
-from atropos_common.protocol.records import Record
+from atropos_common.protocol.record_base import Record
 from atropos_tui.supervisor.client import NoSupervisor, Refused
 
 

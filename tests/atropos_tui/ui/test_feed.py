@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 from textual.message import Message
 
-from atropos_common.protocol.records import AlignmentRecord, RolloutRecord, StepRecord
+from atropos_common.protocol.trainer_records import (
+    AlignmentRecord,
+    RolloutRecord,
+    StepRecord,
+)
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.monitor.run.run_files import RunInfo, read_info
 from atropos_tui.ui import feed

@@ -15,7 +15,8 @@ from textual.command import CommandPalette
 from textual.widgets import Input, SelectionList
 
 from atropos_common.protocol.control import Action, Recipe, Role, State
-from atropos_common.protocol.records import DiagnosisRecord, RolloutRecord
+from atropos_common.protocol.records import DiagnosisRecord
+from atropos_common.protocol.trainer_records import RolloutRecord
 from atropos_tui.monitor.log_buffer import LogEntry
 from atropos_tui.monitor.patterns import compiled
 from atropos_tui.profile.spec import StopPolicy

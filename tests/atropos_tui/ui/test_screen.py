@@ -20,14 +20,16 @@ from atropos_common.protocol.control import (
     State,
 )
 from atropos_common.protocol.records import (
-    AlignmentRecord,
-    BenchmarkRecord,
     DiagnosisRecord,
     EngineGauges,
+    StateRecord,
+)
+from atropos_common.protocol.trainer_records import (
+    AlignmentRecord,
+    BenchmarkRecord,
     RanksRecord,
     RankUse,
     RolloutRecord,
-    StateRecord,
     StepRecord,
 )
 from atropos_common.system.run_dir import RunDir

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.style import Style
 
-from atropos_common.protocol.records import CheckpointRecord
+from atropos_common.protocol.trainer_records import CheckpointRecord
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.monitor.run.state import timeline
 from atropos_tui.ui.dialogs import QuitDialog

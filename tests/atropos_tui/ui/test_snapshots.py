@@ -15,7 +15,8 @@ import pytest
 from textual.pilot import Pilot
 
 from atropos_common.protocol.control import GpuStatus, Phase, RunStatus, State
-from atropos_common.protocol.records import AlignmentRecord, DiagnosisRecord, StateRecord
+from atropos_common.protocol.records import DiagnosisRecord, StateRecord
+from atropos_common.protocol.trainer_records import AlignmentRecord
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.ui.app import CockpitApp, Outcome
 from atropos_tui.ui.widgets.log_view import LogView

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from atropos_common.protocol.bridge import InFlight
-from atropos_common.protocol.records import StepRecord
+from atropos_common.protocol.trainer_records import StepRecord
 from tests.e2e.gate import PROMPTS, Live, alignments, shift, stopped_for, train_on, train_on_copies
 from tests.e2e.small_models import ARCHITECTURES, make_model
 from tests.e2e.streams import Streams

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from atropos_common.protocol.records import StepRecord
+from atropos_common.protocol.trainer_records import StepRecord
 from tests.e2e.gate import PROMPTS, alignments, records
 from tests.e2e.small_models import make_model
 from tests.e2e.vllm_server_live import TOKEN, Server, end_of, largest_gap, start_server

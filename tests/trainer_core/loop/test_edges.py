@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from atropos_common.protocol.records import CheckpointRecord, TimingRecord, parse_line
+from atropos_common.protocol.records import parse_line
+from atropos_common.protocol.trainer_records import CheckpointRecord, TimingRecord
 from trainer_core.errors import Stopped
 from trainer_core.rollouts.client import RunApi
 from trainer_core.telemetry import Telemetry

@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from atropos_common.protocol.manifest import ManifestError, write_manifest
-from atropos_common.protocol.records import StepRecord, parse_line, table_of
+from atropos_common.protocol.records import parse_line
+from atropos_common.protocol.trainer_records import StepRecord, table_of
 from tests.support.nursery import TRAINER, forked
 from tests.trainer_core.stand_ins import (
     TOKEN,

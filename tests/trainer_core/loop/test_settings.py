@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atropos_common.protocol.records import StepRecord, parse_line
+from atropos_common.protocol.records import parse_line
+from atropos_common.protocol.trainer_records import StepRecord
 from tests.trainer_core.stand_ins import TOKEN, Engine, Recorded, group, plain_model, run_config
 from trainer_core.checkpoints import checkpoint
 from trainer_core.errors import MemoryFullError, MismatchError, UsageError

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from atropos_common.protocol.bridge import completion_digest
-from atropos_common.protocol.records import AlignmentRecord, parse_line
+from atropos_common.protocol.records import parse_line
+from atropos_common.protocol.trainer_records import AlignmentRecord
 from tests.trainer_core.stand_ins import Engine, Recorded, group, run_config
 from trainer_core.errors import MismatchError, MissingLogprobs
 from trainer_core.loop import train

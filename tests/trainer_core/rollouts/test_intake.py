@@ -22,7 +22,8 @@ from aiohttp import web
 from safetensors.torch import load_file
 
 from atropos_common.protocol.bridge import TOKEN_HEADER
-from atropos_common.protocol.records import StepRecord, parse_line
+from atropos_common.protocol.records import parse_line
+from atropos_common.protocol.trainer_records import StepRecord
 from tests.atropos_envs.hosting import test_servers as envs
 from tests.atropos_envs.support import Engine as AddingEngine
 from tests.trainer_core.rollouts.test_registration import GROUP, REGISTRATION, RunApiProcess

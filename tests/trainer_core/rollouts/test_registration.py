@@ -20,7 +20,8 @@ import pytest
 
 from atropos_api.batches import add_listing
 from atropos_common.protocol.bridge import TOKEN_HEADER
-from atropos_common.protocol.records import StepRecord, parse_line
+from atropos_common.protocol.records import parse_line
+from atropos_common.protocol.trainer_records import StepRecord
 from tests.support.json_server import JsonServer
 from tests.trainer_core.stand_ins import TOKEN, Engine, RunApiThread, group, run_config
 from trainer_core.errors import Stopped

@@ -13,7 +13,8 @@ import pytest
 
 from atropos_common.protocol.bridge import MOST_DIGESTS, VersionSpan
 from atropos_common.protocol.control import Role
-from atropos_common.protocol.records import StepRecord, parse_line
+from atropos_common.protocol.records import parse_line
+from atropos_common.protocol.trainer_records import StepRecord
 from atropos_tui.diagnoses import Names
 from atropos_tui.diagnoses.log_scanner import LogScanner
 from tests.support.harness import part

@@ -12,7 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.protocol.records import CommandRecord, DiagnosisRecord, StateRecord
+from atropos_common.protocol.records import (
+    CommandRecord,
+    DiagnosisRecord,
+    StateRecord,
+)
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.cli import main
 from atropos_tui.cli.manage import logs, runs

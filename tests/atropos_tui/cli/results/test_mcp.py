@@ -16,7 +16,12 @@ import pytest
 from mcp import Client, StdioServerParameters
 from mcp.types import CallToolResult
 
-from atropos_common.protocol.records import EvalRecord, RolloutRecord, StepRecord, TimingRecord
+from atropos_common.protocol.records import EvalRecord
+from atropos_common.protocol.trainer_records import (
+    RolloutRecord,
+    StepRecord,
+    TimingRecord,
+)
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.cli import main
 from atropos_tui.cli.manage import runs

@@ -24,7 +24,12 @@ from atropos_common.protocol.control import (
     State,
 )
 from atropos_common.protocol.record_tail import RecordTail
-from atropos_common.protocol.records import ComponentUse, EngineGauges, GaugesRecord, HostUse
+from atropos_common.protocol.records import (
+    ComponentUse,
+    EngineGauges,
+    GaugesRecord,
+    HostUse,
+)
 from atropos_tui.diagnoses.stall_rules import Flow
 from atropos_tui.monitor.run.gauges import (
     KEPT,

@@ -7,7 +7,11 @@ import random
 
 import pytest
 
-from atropos_common.protocol.records import StepRecord, SyncRecord, TimingRecord
+from atropos_common.protocol.trainer_records import (
+    StepRecord,
+    SyncRecord,
+    TimingRecord,
+)
 from atropos_tui.monitor.bench import benchmark_state, pace
 from atropos_tui.monitor.charts import PAGE, Along, Ruler
 from atropos_tui.monitor.report_charts import charts

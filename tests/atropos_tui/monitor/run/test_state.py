@@ -10,21 +10,23 @@ from pathlib import Path
 import pytest
 
 from atropos_common.protocol.control import Phase, Role, State
+from atropos_common.protocol.record_base import Record
 from atropos_common.protocol.record_tail import RecordTail
 from atropos_common.protocol.records import (
-    AlignmentRecord,
-    BenchmarkRecord,
-    CheckpointRecord,
     CommandRecord,
     DiagnosisRecord,
     EnvCountsRecord,
     EvalRecord,
-    MemoryRecord,
-    Record,
     StateRecord,
+    parse_line,
+)
+from atropos_common.protocol.trainer_records import (
+    AlignmentRecord,
+    BenchmarkRecord,
+    CheckpointRecord,
+    MemoryRecord,
     SyncRecord,
     TimingRecord,
-    parse_line,
 )
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.monitor.bench import pace

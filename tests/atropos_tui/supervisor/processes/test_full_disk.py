@@ -18,7 +18,12 @@ import psutil
 import pytest
 
 from atropos_common.protocol.control import CommandRequest
-from atropos_common.protocol.records import DiagnosisRecord, Record, StateRecord, parse_line
+from atropos_common.protocol.record_base import Record
+from atropos_common.protocol.records import (
+    DiagnosisRecord,
+    StateRecord,
+    parse_line,
+)
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.profile.spec import StackSpec
 from atropos_tui.supervisor.client import ControlClient

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.protocol.records import RolloutRecord
+from atropos_common.protocol.trainer_records import RolloutRecord
 from atropos_tui.ui.widgets.rollouts import LEGIBLE, Rollouts
 from tests.atropos_tui.ui.conftest import cockpit
 from tests.atropos_tui.ui.fakes import FakeControl
