@@ -91,6 +91,8 @@ def test_every_number_of_a_record_has_a_name() -> None:
     ) == {
         "step/left_out/too long": 2,
         "step/optimizer_steps": 3,
+        "step/skipped_sequences": 0,
+        "step/skipped_update": False,
         "step/too_old": 0,
     }
 
