@@ -8,6 +8,11 @@ them.
 
 `logprobs[i][t][0]` maps token ids to logprobs in nats, the sampled token first. `weight_versions`
 are the oldest and newest, `token_versions` each version and its tokens, in order.
+
+A request with the header `X-Atropos-Form: arrays` gets the same numbers at a fraction of the cost:
+
+    {"finish_reasons": [...], "token_ids": [[5, ...], ...], "sampled_logprobs": [[-0.1, ...], ...],
+        "weight_versions": [[3, 4], ...], "token_versions": [[[3, 17], [4, 9]], ...]}
 """
 
 from __future__ import annotations
@@ -25,7 +30,13 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from atropos_common.protocol.bridge import SAMPLING_HEADER, SamplingPolicy, completion_digest
+from atropos_common.protocol.bridge import (
+    ARRAYS,
+    FORM_HEADER,
+    SAMPLING_HEADER,
+    SamplingPolicy,
+    completion_digest,
+)
 from vllm_server import compat, refusals
 from vllm_server.auth import error_response
 from vllm_server.recorded import CompletionStore
@@ -168,6 +179,12 @@ def finite_logprob(value: float) -> float:
     return max(value, LOWEST_LOGPROB)
 
 
+def finite_logprobs(values: list[float]) -> list[float]:
+    """Return all of `values` as `finite_logprob` does."""
+    # One infinity or NaN makes the sum one, and a sum costs a fiftieth of a check of each value.
+    return values if math.isfinite(sum(values)) else [finite_logprob(value) for value in values]
+
+
 def position_logprobs(sampled: int | None, candidates: dict[int, Any]) -> dict[str, float]:
     """Return one position as `{token id: logprob}`, the sampled token first."""
     # The client reads the first key.
@@ -188,25 +205,40 @@ def completion_logprobs(
     # and to read.
     flat: Any = positions
     names = [str(token) for token in flat.token_ids]
-    values = [finite_logprob(value) for value in flat.logprobs]
+    values = finite_logprobs(flat.logprobs)
+    if len(names) == len(token_ids):  # the sampled token alone
+        return [[{name: value}] for name, value in zip(names, values, strict=True)]
     spans = list(zip(flat.start_indices, flat.end_indices, strict=True))
     first = [flat.token_ids[start] for start, _ in spans]
     assert first == list(token_ids), "the sampled token comes first"
     return [[dict(zip(names[start:end], values[start:end], strict=True))] for start, end in spans]
 
 
-def text_of(tokenizer: Any, prompt_ids: list[int], completion: Any, params: Any) -> str:
+def sampled_logprobs(token_ids: Sequence[int], positions: Sequence[dict[int, Any]]) -> list[float]:
+    """Return the logprob of each sampled token of one completion."""
+    assert len(token_ids) == len(positions), "vLLM returns one logprob entry for each token"
+    if isinstance(positions, list):
+        rows = zip(token_ids, positions, strict=True)
+        return finite_logprobs([float(entry[token].logprob) for token, entry in rows])
+    flat: Any = positions
+    if len(flat.logprobs) == len(token_ids):
+        return finite_logprobs(flat.logprobs)
+    return finite_logprobs([flat.logprobs[start] for start in flat.start_indices])
+
+
+def text_of(tokenizer: Any, prompt_ids: list[int], completion: Any, options: Any) -> str:
     """Decode the completion at its end; equal to vLLM's own token-by-token text."""
     from tokenizers.decoders import DecodeStream
 
     ids = list(completion.token_ids)
-    if completion.finish_reason == "stop" and not params.include_stop_str_in_output:
+    if completion.finish_reason == "stop" and not options.include_stop_str_in_output:
         ids.pop()
-    stream = DecodeStream(ids=prompt_ids, skip_special_tokens=params.skip_special_tokens)
+    stream = DecodeStream(ids=prompt_ids, skip_special_tokens=options.skip_special_tokens)
+    backend = tokenizer.backend_tokenizer
     try:
-        return "".join(stream.step(tokenizer.backend_tokenizer, token) or "" for token in ids)
+        return "".join(stream.step(backend, token) or "" for token in ids)
     except Exception:  # vLLM's stream decoder fails on tokens that change earlier text
-        return str(tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens))
+        return str(tokenizer.decode(ids, skip_special_tokens=options.skip_special_tokens))
 
 
 class AdapterSource(Protocol):
@@ -241,8 +273,12 @@ class Generator:
         self._model_names = list(model_names)
         self._vocabulary = int(engine.model_config.get_vocab_size())
 
-    async def answer(self, body: GenerateRequest) -> dict[str, Any]:
+    async def answer(self, body: GenerateRequest, *, arrays: bool = False) -> dict[str, Any]:
         """Generate `body.n` completions.
+
+        Args:
+            arrays: return `sampled_logprobs` in place of `logprobs` and all text. A request for
+                alternatives gets `logprobs` as well.
 
         Raises:
             RequestError: unknown model or token id. vLLM's own request errors pass through.
@@ -253,17 +289,22 @@ class Generator:
         prompt_ids = await self._prompt_ids(body.prompt)
         with self.adapters.use() if self.adapters else contextlib.nullcontext() as adapter:
             outputs = await self._complete(prompt_ids, body, adapter and adapter[0])
-        prompt = body.prompt if isinstance(body.prompt, str) else await self._decode(prompt_ids)
         # Each engine request has one completion.
         made = [output.outputs[0] for output in outputs]
+        sampled = [sampled_logprobs(one.token_ids, one.logprobs) for one in made]
         answer: dict[str, Any] = {
-            "text": [one.text for one in made],
-            "prompt": prompt,
             "finish_reasons": [one.finish_reason for one in made],
-            "prompt_token_ids": prompt_ids,
             "token_ids": [list(one.token_ids) for one in made],
-            "logprobs": [completion_logprobs(one.token_ids, one.logprobs) for one in made],
         }
+        if arrays:
+            answer["sampled_logprobs"] = sampled
+        else:
+            answer["text"] = await self._texts(prompt_ids, made, body)
+            text = isinstance(body.prompt, str)
+            answer["prompt"] = body.prompt if text else await self._decode(prompt_ids)
+            answer["prompt_token_ids"] = prompt_ids
+        if body.logprobs or not arrays:
+            answer["logprobs"] = [completion_logprobs(one.token_ids, one.logprobs) for one in made]
         if body.prompt_logprobs is not None:
             scores = outputs[0].prompt_logprobs or []
             answer["prompt_logprobs"] = [
@@ -272,8 +313,8 @@ class Generator:
             ]
         answer["cached_tokens"] = [output.num_cached_tokens for output in outputs]
         recorded = [
-            self._record(prompt_ids, output, rows, adapter and adapter[1], body)
-            for output, rows in zip(outputs, answer["logprobs"], strict=True)
+            self._record(prompt_ids, output, values, adapter and adapter[1], body)
+            for output, values in zip(outputs, sampled, strict=True)
         ]
         answer["weight_versions"] = [span for span, _ in recorded]
         answer["token_versions"] = [runs for _, runs in recorded]
@@ -327,10 +368,15 @@ class Generator:
             # In the flat form the prompt's first position, which has no logprob, would look like an
             # empty one.
             "flat_logprobs": body.prompt_logprobs is None,
+            # Nobody else has these objects, so vLLM need not copy them deeply.
+            "skip_clone": True,
         }
+        # vLLM copies them before it changes any, so equal completions share one object.
+        alike = body.seed is None and body.prompt_logprobs is None
         params = [
-            SamplingParams(**sampling_options(body, index), **cheap) for index in range(body.n)
-        ]
+            SamplingParams(**sampling_options(body, index), **cheap)
+            for index in range(1 if alike else body.n)
+        ] * (body.n if alike else 1)
         name = uuid.uuid4().hex
         prompt: dict[str, Any] = {"prompt_token_ids": prompt_ids}
         if isinstance(body.prompt, TokenPrompt) and body.prompt.cache_salt:
@@ -345,10 +391,15 @@ class Generator:
             # After an error or a disconnect the other requests would go on without a client.
             for task in tasks:
                 task.cancel()
-        if tokenizer is not None:
-            for output, each in zip(outputs, params, strict=True):
-                output.outputs[0].text = text_of(tokenizer, prompt_ids, output.outputs[0], each)
         return outputs
+
+    async def _texts(
+        self, prompt_ids: list[int], made: Sequence[Any], body: GenerateRequest
+    ) -> list[str]:
+        tokenizer = await self._text_at_the_end(body)
+        if tokenizer is None:
+            return [one.text for one in made]
+        return [text_of(tokenizer, prompt_ids, one, body) for one in made]
 
     async def _text_at_the_end(self, body: GenerateRequest) -> Any | None:
         """Return the tokenizer if the text can be decoded at the completion's end."""
@@ -379,7 +430,7 @@ class Generator:
         self,
         prompt_ids: list[int],
         output: Any,
-        rows: list[list[dict[str, float]]],
+        sampled: list[float],
         adapter_version: int | None,
         body: GenerateRequest,
     ) -> tuple[Span, Runs]:
@@ -394,7 +445,6 @@ class Generator:
             span, runs = (version, version), [(version, tokens)]
         if not body.for_training:
             return span, runs
-        sampled = [next(iter(row[0].values())) for row in rows]
         self.kept.remember(
             prompt_ids,
             completion.token_ids,
@@ -437,7 +487,8 @@ def make_router(generator: Generator, sampling: SamplingPolicy = "plain") -> API
     @compat.with_cancellation
     async def run(body: GenerateRequest, raw_request: Request) -> Response:
         try:
-            answer = msgspec.json.encode(await generator.answer(body))
+            arrays = raw_request.headers.get(FORM_HEADER) == ARRAYS
+            answer = msgspec.json.encode(await generator.answer(body, arrays=arrays))
             return Response(answer, media_type="application/json")
         except compat.EngineDeadError:
             fix = "see the server's log, then restart the server"

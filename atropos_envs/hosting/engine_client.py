@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import logging
 import math
 import os
@@ -17,10 +18,11 @@ from typing import Any
 
 import aiohttp
 import httpx
+import msgspec
 import openai
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 
-from atropos_common.protocol.bridge import SAMPLING_HEADER, SPLIT_HEADER
+from atropos_common.protocol.bridge import ARRAYS, FORM_HEADER, SAMPLING_HEADER, SPLIT_HEADER
 from atropos_common.system.run_dir import ENV_ENGINE_URLS
 from atropos_envs.hosting.rollout import present
 
@@ -74,31 +76,39 @@ class Generation:
 
 
 def parse_generation(prompt_ids: Sequence[int], answer: dict[str, Any]) -> Generation:
-    """Read the answer of `POST /generate`; its `logprobs` is [N][T] of `[{token id: logprob}]`.
+    """Read the answer of `POST /generate` in either form.
 
     Raises:
         EngineRefused: it has no logprobs, so it cannot be trained on.
     """
     try:
-        # [N][T] pairs of token id and logprob; with `logprobs: 0` each step has the sampled token
-        # alone.
-        chosen = [
-            [next(iter(step[0].items())) for step in sequence] for sequence in answer["logprobs"]
-        ]
+        token_ids, logprobs = _tokens(answer)
         reasons = [str(reason) for reason in answer["finish_reasons"]]
     except (KeyError, TypeError, IndexError, StopIteration, AttributeError):
         fault = "the server's /generate returns no logprobs; start it with `python -m vllm_server`"
         raise EngineRefused(fault, fatal=True) from None
-    versions = answer.get("weight_versions") or [None] * len(chosen)
+    versions = answer.get("weight_versions") or [None] * len(token_ids)
     return Generation(
         prompt_ids=list(prompt_ids),
-        token_ids=[[int(token) for token, _ in sequence] for sequence in chosen],
-        logprobs=[[float(logprob) for _, logprob in sequence] for sequence in chosen],
+        token_ids=token_ids,
+        logprobs=logprobs,
         finish_reasons=reasons,
         # A server whose weights have no version yet answers None, or a pair with None.
         weight_versions=[
             (int(pair[0]), int(pair[1])) if pair and None not in pair else None for pair in versions
         ],
+    )
+
+
+def _tokens(answer: dict[str, Any]) -> tuple[list[list[int]], list[list[float]]]:
+    if "sampled_logprobs" in answer:
+        return answer["token_ids"], answer["sampled_logprobs"]
+    # Other servers ignore `FORM_HEADER`. [N][T] of `[{token id: logprob}]`; with `logprobs: 0` each
+    # step has the sampled token alone.
+    chosen = [[next(iter(step[0].items())) for step in sequence] for sequence in answer["logprobs"]]
+    return (
+        [[int(token) for token, _ in sequence] for sequence in chosen],
+        [[float(logprob) for _, logprob in sequence] for sequence in chosen],
     )
 
 
@@ -383,13 +393,14 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         return self._session
 
     async def _post(self, server: Server, body: dict[str, Any]) -> dict[str, Any]:
-        async with self._http().post(f"{server.root}/generate", json=body) as response:
+        url, headers = f"{server.root}/generate", {FORM_HEADER: ARRAYS}
+        async with self._http().post(url, json=body, headers=headers) as response:
             # 408, 425 and 429 are temporary: `raise_for_status` below makes them errors to retry.
             if 400 <= response.status < 500 and response.status not in (408, 425, 429):
                 raise await self._refusal(server, response)
             response.raise_for_status()
             self._count_adjusted(response.headers)
-            answer: dict[str, Any] = await response.json()
+            answer: dict[str, Any] = await response.json(loads=_decoded)
             return answer
 
     async def _on_response(self, response: httpx.Response) -> None:
@@ -425,6 +436,13 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
             away_s = time.monotonic() - server.lost_at
             log.info("inference server at %s answers after %.1f s", server.root, away_s)
             server.lost_at = None
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return json.loads(text)  # NaN and Infinity, which servers in Python write
 
 
 def _name(error: BaseException) -> str:

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atropos_api.auth import AuthMiddleware, Settings
 from atropos_api.batches import Batches
+from atropos_common.protocol.bridge import ARRAYS, FORM_HEADER
 from atropos_envs.hosting.runner import hosted
 from atropos_envs.tiny_model import make_tokenizer
 
@@ -143,6 +144,8 @@ class Engine:
         self.bodies: list[dict[str, Any]] = []
         self.delay_s = 0.0
         self.logprobs = True
+        self.arrays = True
+        """It knows `FORM_HEADER`."""
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -157,7 +160,12 @@ class Engine:
             "finish_reasons": ["stop" if ids[-1] == EOS else "length" for ids in completions],
             "weight_versions": [[self.version, self.version + 1] for _ in completions],
         }
-        if self.logprobs:
+        if self.logprobs and self.arrays and request.headers.get(FORM_HEADER) == ARRAYS:
+            answer["token_ids"] = completions
+            answer["sampled_logprobs"] = [
+                [-0.25 * (n + 1) for n in range(len(ids))] for ids in completions
+            ]
+        elif self.logprobs:
             answer["logprobs"] = [
                 [[{str(i): -0.25 * (n + 1)}] for n, i in enumerate(ids)] for ids in completions
             ]

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,9 +50,15 @@ class Server:
     started_s: float = 0.0
 
     def post(
-        self, path: str, body: Any = None, *, token: bool = True, timeout: float = 60
+        self,
+        path: str,
+        body: Any = None,
+        *,
+        token: bool = True,
+        timeout: float = 60,
+        headers: Mapping[str, str] | None = None,
     ) -> httpx.Response:
-        headers = {TOKEN_HEADER: self.token} if token else {}
+        headers = {**(headers or {}), **({TOKEN_HEADER: self.token} if token else {})}
         return httpx.post(
             self.url + path,
             json=body,

@@ -5,23 +5,28 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
+from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from vllm.logprobs import FlatLogprobs, Logprob
 
-from atropos_common.protocol.bridge import completion_digest
+from atropos_common.protocol.bridge import ARRAYS, FORM_HEADER, completion_digest
 from vllm_server.generate import (
     BrokenWeights,
     Generator,
     RequestError,
     completion_logprobs,
     finite_logprob,
+    make_router,
     parse_body,
     position_logprobs,
+    sampled_logprobs,
     sampling_options,
     text_of,
 )
@@ -220,6 +225,75 @@ def test_a_sampled_token_among_the_most_likely_is_listed_once() -> None:
 def test_flat_logprobs_that_are_not_numbers_are_an_error() -> None:
     with pytest.raises(BrokenWeights):
         completion_logprobs([5], flat({5: math.nan}))
+
+
+def test_sampled_logprobs_are_the_first_of_each_position_in_both_forms() -> None:
+    positions = [{7: -0.1, 5: -0.5}, {1: -math.inf}]
+    usual: list[Any] = [
+        {token: Logprob(value) for token, value in each.items()} for each in positions
+    ]
+    assert sampled_logprobs([5, 1], usual) == [-0.5, -9999.0]
+    first = [{5: -0.5, 7: -0.1}, {1: -math.inf}]
+    assert sampled_logprobs([5, 1], flat(*first)) == [-0.5, -9999.0]
+    assert sampled_logprobs([5, 1], flat({5: -0.5}, {1: -math.inf})) == [-0.5, -9999.0]
+    with pytest.raises(BrokenWeights):
+        sampled_logprobs([5, 6], flat({5: -0.5}, {6: math.nan}))
+
+
+class FlatEngine(FakeEngine):
+    """Answers each request with the same two tokens, and keeps the parameters."""
+
+    def __init__(self) -> None:
+        self.params: list[Any] = []
+
+    async def generate(self, prompt: Any, params: Any, *_: Any, **__: Any) -> AsyncIterator[Any]:
+        self.params.append(params)
+        made = output([5, 1], [-0.1, -0.3], 1.0, 2.0)
+        made.finished, made.outputs[0].logprobs = True, flat({5: -0.1, 7: -2.0}, {1: -0.3, 2: -1.0})
+        yield made
+
+
+async def test_a_client_that_asks_for_arrays_gets_the_same_numbers_and_no_text() -> None:
+    engine, spans, app = FlatEngine(), SpanStore(), FastAPI()
+    generator = Generator(engine, history=VersionHistory(), spans=spans, model_names=["m"])
+    app.include_router(make_router(generator))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+
+        async def ask(**fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+            raw = body(n=2, **fields)
+            usual = await client.post("/generate", content=raw)
+            arrays = await client.post("/generate", content=raw, headers={FORM_HEADER: ARRAYS})
+            return usual.json(), arrays.json()
+
+        usual, arrays = await ask()
+        wanted = {"token_ids", "finish_reasons", "sampled_logprobs", "weight_versions"}
+        assert set(arrays) == wanted | {"cached_tokens", "token_versions"}
+        assert set(usual) == set(arrays) - {"sampled_logprobs"} | {
+            "text",
+            "prompt",
+            "prompt_token_ids",
+            "logprobs",
+        }
+        first = [[next(iter(step[0].values())) for step in each] for each in usual["logprobs"]]
+        assert arrays["sampled_logprobs"] == first == [[-0.1, -0.3]] * 2
+        pairs = zip(arrays["token_ids"], arrays["sampled_logprobs"], strict=True)
+        assert spans.look_up([completion_digest(*pair) for pair in pairs]) == [(0, 0)] * 2
+        usual, arrays = await ask(logprobs=1, prompt_logprobs=0)
+        for name in ("logprobs", "prompt_logprobs"):
+            assert usual[name] == arrays[name], "alternatives are in both forms"
+
+
+@pytest.mark.parametrize(("fields", "objects"), [({}, 1), ({"seed": 4}, 3)])
+async def test_equal_completions_share_their_parameters(
+    fields: dict[str, Any], objects: int
+) -> None:
+    engine = FlatEngine()
+    generator = Generator(engine, history=VersionHistory(), spans=SpanStore(), model_names=["m"])
+    await generator.answer(parse_body(body(n=3, **fields)), arrays=True)
+    assert len(engine.params) == 3 and len(set(map(id, engine.params))) == objects
+    copied = engine.params[0].clone()
+    assert copied == engine.params[0] and copied is not engine.params[0]
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -24,7 +25,12 @@ from atropos_envs import Dismissed, EnvFault
 from atropos_envs.arithmetic import Sum, make_task, write_task
 from atropos_envs.arithmetic_server import ArithmeticEnv
 from atropos_envs.hosting import base, engine_client
-from atropos_envs.hosting.engine_client import EngineRefused, EngineUnavailable, parse_generation
+from atropos_envs.hosting.engine_client import (
+    EngineRefused,
+    EngineUnavailable,
+    _decoded,
+    parse_generation,
+)
 from atropos_envs.tiny_model import make_tokenizer
 from tests.atropos_envs.support import EOS, Engine, run_api, trainer_registration
 
@@ -161,6 +167,21 @@ async def test_a_refusal_is_not_tried_again(make: Make, status: int, fatal: bool
         await client.close()
     assert caught.value.fatal is fatal
     assert len(engine.bodies) == 1
+
+
+async def test_a_server_that_knows_no_arrays_gives_the_same_rollouts(make: Make) -> None:
+    engine, made = Engine(), []
+    async with engine.running() as url:
+        client = make(url).server.servers[0]
+        for engine.arrays in (True, False):
+            made.append(await client.generate([3, 12, 4, 13], n=2, max_tokens=4))
+        await client.close()
+    assert made[0] == made[1] and made[0].logprobs[0][0] == -0.25
+    assert engine.bodies[0] == engine.bodies[1]
+
+
+def test_numbers_that_only_python_writes_are_read() -> None:
+    assert _decoded('{"logprobs": [-Infinity, 1e-3]}') == {"logprobs": [-math.inf, 1e-3]}
 
 
 def test_an_answer_without_logprobs_is_no_rollout() -> None:

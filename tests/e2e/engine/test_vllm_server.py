@@ -28,7 +28,7 @@ import pytest
 import torch
 
 from atropos_common.net import ports
-from atropos_common.protocol.bridge import prompt_digest
+from atropos_common.protocol.bridge import ARRAYS, FORM_HEADER, prompt_digest
 from atropos_common.system.run_dir import ENV_HELD_PORT
 from atropos_tui.profile.ports import free_port
 from tests.e2e.vllm_server_live import (
@@ -102,6 +102,16 @@ async def test_atroposlib_s_own_client_gets_tokens_and_true_logprobs(
         expected = reference_logprobs(reference, prompt, ids)
         assert max(abs(a - b) for a, b in zip(values, expected, strict=True)) < 1e-4
     assert len({tuple(ids) for ids in tokens}) > 1, "n completions are sampled, not copied"
+
+
+def test_arrays_are_the_numbers_of_the_usual_answer(server: Server, reference: Any) -> None:
+    body = {"prompt": PROMPT, "n": 4, "max_tokens": 8}
+    answer = server.post("/generate", body, token=False, headers={FORM_HEADER: ARRAYS}).json()
+    assert "text" not in answer and "logprobs" not in answer
+    assert len({tuple(ids) for ids in answer["token_ids"]}) > 1, "each has its own random numbers"
+    for ids, values in zip(answer["token_ids"], answer["sampled_logprobs"], strict=True):
+        expected = reference_logprobs(reference, PROMPT, ids)
+        assert max(abs(a - b) for a, b in zip(values, expected, strict=True)) < 1e-4
 
 
 def test_a_probe_of_prompts_that_are_prefilled_in_parts(server: Server, reference: Any) -> None:
