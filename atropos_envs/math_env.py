@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -194,6 +195,9 @@ class MathConfig(BaseEnvConfig):  # type: ignore[misc]
         None, description="Folder with train.jsonl and test.jsonl in the place of the hub"
     )
     eval_size: int = Field(128, ge=1, description="Problems of each test split in an evaluation")
+    eval_interval_s: float | None = Field(
+        None, gt=0, description="Seconds between evaluations, beside those of steps_per_eval"
+    )
 
 
 @dataclass(frozen=True)
@@ -288,6 +292,19 @@ class MathEnv(StackEnv):
     def override(self, completion: Completion) -> dict[str, Any]:
         """Return the trainer's override, such as `set_advantage_to_zero`."""
         return {}
+
+    async def get_server_info(self) -> None:
+        await super().get_server_info()
+        # The first evaluation has just begun.
+        self._evaluated_at = time.monotonic()
+
+    async def env_step_checks(self) -> None:
+        """Evaluate at BaseEnv's intervals of steps, and at ours of seconds."""
+        await super().env_step_checks()
+        every, now = self.config.eval_interval_s, time.monotonic()
+        if self._evaluates and every is not None and now - self._evaluated_at >= every:
+            self._evaluated_at = now
+            self._evaluate_soon()
 
     def eval_questions(self) -> dict[str, Sequence[MathProblem]]:
         return dict(self._test)

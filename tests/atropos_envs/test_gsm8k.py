@@ -3,6 +3,7 @@ hub."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,30 @@ async def test_the_test_split_is_evaluated_greedily(
     record = parse_line(line)
     assert isinstance(record, EvalRecord)
     assert (record.env, record.split, record.correct, record.questions) == ("gsm8k", "test", 1, 2)
+
+
+async def test_it_is_evaluated_every_few_seconds(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ATROPOS_RUN_DIR", raising=False)
+    monkeypatch.delenv("ATROPOS_COMPONENT", raising=False)
+    async with Engine(lambda *_: encode("\\boxed{10}")).running() as url:
+        env = make(folder, url, eval_interval_s=60.0)
+        await env.setup()
+        # No step since the last round: BaseEnv's own interval has no part in this.
+        env.curr_step, env.status_dict = 3, {"current_step": 3}
+        env._evaluated_at = time.monotonic() - 59.0
+        await env.env_step_checks()
+        assert env.eval_runner is None
+        env._evaluated_at -= 2.0
+        await env.env_step_checks()
+        first = env.eval_runner
+        assert first is not None
+        await first
+        await env.env_step_checks()
+        assert env.eval_runner is first, "the interval counts from the start of an evaluation"
+        await env._close_servers()
+    assert len((folder / "evals/eval.gsm8k.jsonl").read_text().splitlines()) == 1
 
 
 async def test_problems_come_in_an_order_of_the_seed(folder: Path) -> None:
