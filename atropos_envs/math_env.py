@@ -196,7 +196,9 @@ class MathConfig(BaseEnvConfig):  # type: ignore[misc]
     )
     eval_size: int = Field(128, ge=1, description="Problems of each test split in an evaluation")
     eval_interval_s: float | None = Field(
-        None, gt=0, description="Seconds between evaluations, beside those of steps_per_eval"
+        None,
+        gt=0,
+        description="Seconds between evaluations from the first step on, beside steps_per_eval",
     )
 
 
@@ -254,6 +256,9 @@ class MathEnv(StackEnv):
 
     # Provided for a subclass
 
+    _evaluated_at: float | None = None
+    """Start of the newest evaluation by the clock; at first, of the training."""
+
     async def setup(self) -> None:
         rng = random.Random(self.config.seed)
         self.items = epochs(self.train_rows(), rng)
@@ -293,16 +298,15 @@ class MathEnv(StackEnv):
         """Return the trainer's override, such as `set_advantage_to_zero`."""
         return {}
 
-    async def get_server_info(self) -> None:
-        await super().get_server_info()
-        # The first evaluation has just begun.
-        self._evaluated_at = time.monotonic()
-
     async def env_step_checks(self) -> None:
         """Evaluate at BaseEnv's intervals of steps, and at ours of seconds."""
         await super().env_step_checks()
         every, now = self.config.eval_interval_s, time.monotonic()
-        if self._evaluates and every is not None and now - self._evaluated_at >= every:
+        if every is None or not self._evaluates or self.curr_step < 1:
+            return
+        if self._evaluated_at is None:
+            self._evaluated_at = now
+        elif now - self._evaluated_at >= every:
             self._evaluated_at = now
             self._evaluate_soon()
 
