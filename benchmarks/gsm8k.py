@@ -187,11 +187,13 @@ def figures(run: RunDir, until: float, gpus: int) -> dict[str, Any]:
         "trained_tokens_per_s": trained_per_s,
         "tokens_per_s_per_gpu": None if trained_per_s is None else trained_per_s / gpus,
         "trained_share": trained_per_s / generated if trained_per_s and generated else None,
+        "mfu_peak": weighted((t.mfu_peak, t.train_s) for t in timing),
         "trainer_waits": sum(each.data_wait_s for each in timing) / whole if whole else None,
         "engine_capacity_used": weighted((t.engine_capacity_used, t.step_s) for t in timing),
         "engine_idle": weighted((t.engine_idle_fraction, t.step_s) for t in timing),
         **group_figures(records, steps, until),
         "policy_lag_mean": weighted((s.policy_lag_mean, s.sequences) for s in steps),
+        "policy_lag_token_mean": weighted((s.policy_lag_token_mean, s.tokens) for s in steps),
         "policy_lag_max": max(lags, default=None),
         "too_old": sum(each.too_old for each in steps),
         "probe_worst_nats": max(probes, default=None),
@@ -244,8 +246,10 @@ def group_figures(records: Records, steps: list[Any], until: float) -> dict[str,
     """Measure the groups: those sent, and those left out by reason."""
     newest = {each.env: each for each in records.of("env_counts", until)}
     left_out: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
     for counts in newest.values():
         left_out.update(counts.left_out)
+        tokens.update(counts.left_out_tokens)
     sent = sum(each.sent for each in newest.values())
     # An environment may send flat groups; then the trainer counts them.
     flat = left_out[FLAT] + sum(sum(each.flat_groups_by_env.values()) for each in steps)
@@ -253,6 +257,8 @@ def group_figures(records: Records, steps: list[Any], until: float) -> dict[str,
     return {
         "groups_sent": sent,
         "groups_left_out": dict(left_out),
+        "tokens_sent": sum(each.sent_tokens for each in newest.values()),
+        "tokens_left_out": dict(tokens),
         "flat_share": flat / made if made else None,
     }
 
@@ -435,6 +441,7 @@ ROWS = (
     ("accepted trained tokens/s and GPU", "tokens_per_s_per_gpu", ",.0f"),
     ("... share of the engine's tokens", "trained_share", ".1%"),
     ("trainer waits", "trainer_waits", ".1%"),
+    ("MFU of the training, of the dense peak", "mfu_peak", ".1%"),
     ("engine capacity used", "engine_capacity_used", ".1%"),
     ("engine idle", "engine_idle", ".1%"),
     ("GPU busy, by NVML", "gpu_busy", ".1%"),
@@ -472,6 +479,10 @@ def table(found: dict[str, Any]) -> str:
             lines.append(
                 f"{name.replace('_', ' ') + ': mean, 10th to 90th percentile':<{width}}  {text}"
             )
+    thrown = {**(found.get("tokens_left_out") or {}), "sent": found.get("tokens_sent") or 0}
+    if total := sum(thrown.values()):
+        text = ", ".join(f"{count / total:.1%} {name}" for name, count in thrown.items())
+        lines.append(f"{'generated tokens of groups, by outcome':<{width}}  {text}")
     verdicts = found.get("verdicts") or {}
     text = ", ".join(f"{count} {name}" for name, count in sorted(verdicts.items()))
     lines.append(f"{'alignment, by step':<{width}}  {text or 'no data'}")
