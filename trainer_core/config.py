@@ -171,15 +171,17 @@ class TrainingConfig(BaseModel):
     """Do not train on completions that max_completion_tokens cut off."""
     advantage_std: bool | None = None
     """Divide a group's advantages by their standard deviation. Default: yes; no for dr_grpo."""
-    ratio_base: Literal["rollout", "proximal"] = "rollout"
+    ratio_base: Literal["rollout", "proximal"] | None = None
     """Base of the importance ratio. rollout: logprobs of the rollouts. proximal: the trainer's own
-    at batch start (one more forward pass), with a truncated importance weight trainer/rollout; with
-    one optimizer step per batch that ratio is 1, so nothing is clipped (see minibatches)."""
+    at batch start, with a truncated importance weight trainer/rollout. With one optimizer step per
+    batch that ratio is 1, so nothing is clipped (see minibatches); with several it takes one more
+    forward pass. Default: proximal for a batch with tokens of a policy lag above 1, else rollout;
+    rollout with cispo and with a function of your own."""
     tis_cap: float = Field(2.0, gt=0)
-    """Upper bound of the importance weight; for ratio_base proximal."""
+    """Upper bound of the importance weight; for batches with ratio_base proximal."""
     tis_mask: Literal["none", "token", "sequence"] = "none"
     """Leave out tokens whose trainer/rollout ratio is outside [tis_mask_low, tis_mask_high], or
-    sequences by its geometric mean; for ratio_base proximal."""
+    sequences by its geometric mean; for batches with ratio_base proximal."""
     tis_mask_low: float = Field(0.5, ge=0)
     """Lower bound of the mask."""
     tis_mask_high: float = Field(2.0, gt=0)

@@ -425,18 +425,20 @@ class Run:
         # Usually a no-op: the probe was started right after the last publish.
         self.probe.start(step, self.version)
         fetched = time.perf_counter()
-        parts = self.minibatches.rows(batch.rollouts, step)
+        objective = self.objective.for_lag(oldest_lag(lags))
+        proximal = objective.ratio_base == "proximal"
+        parts = self.minibatches.rows(batch.rollouts, step, proximal=proximal)
         # Computes the base of every ratio, so it must happen before weights change.
         rows = next(parts)
         tokens = sum(len(row.tokens) for row in rows) // self.config.context_parallel
         packed = time.perf_counter()
-        outcomes = [self.accumulate(rows, step)]
+        outcomes = [self.accumulate(rows, step, objective)]
         # Before the first write: trainer and server still have the same weights.
         probe_diffs = self.probe.finish(self.model, self.world)
         alignment = self.judge(outcomes[0], probe_diffs, lags, batch)
         for rows in parts:
             self.write_between(outcomes[-1])
-            outcomes.append(self.accumulate(rows, step))
+            outcomes.append(self.accumulate(rows, step, objective))
         outcome, last = merged(outcomes, self.config.epochs), outcomes[-1]
         summed = time.perf_counter()
         if last.finite:
@@ -455,6 +457,7 @@ class Run:
             step,
             self.version,
             self.config.objective,
+            objective.ratio_base,
             batch,
             outcome,
             lags,
@@ -500,12 +503,12 @@ class Run:
             time.sleep(0.1)
             self.sync.check()
 
-    def accumulate(self, rows: list[PackedRow], step: int) -> StepOutcome:
+    def accumulate(self, rows: list[PackedRow], step: int, objective: Objective) -> StepOutcome:
         return accumulate(
             self.model,
             self.stepper,
             rows,
-            self.objective,
+            objective,
             step,
             world=self.dealt,
             threads=self.threads,

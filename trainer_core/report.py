@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import psutil
@@ -62,6 +62,7 @@ class StepReport:
     step: int
     weight_version: int
     objective: str
+    ratio_base: Literal["rollout", "proximal"]
     batch: Batch
     outcome: StepOutcome
     lags: Lags
@@ -137,6 +138,7 @@ def step_fields(report: StepReport) -> dict[str, Any]:
         # None for a metric that applies to no token.
         **{name: outcome.metrics.get(name) for name in METRICS},
         "objective": report.objective,
+        "ratio_base": report.ratio_base,
         "reward_mean": float(scores.mean()),
         "reward_std": float(scores.std()),
         "tokens": outcome.tokens,

@@ -172,6 +172,13 @@ class StepRecord(TrainerRecord):
             title="KL",
         ),
     ] = None
+    ratio_base: Annotated[
+        str,
+        Metric(
+            "Base of the ratio in this step: `rollout`, or `proximal` with an importance weight "
+            "trainer/rollout. [The default](modes.md#how-old-rollouts-are) depends on the lag"
+        ),
+    ] = ""
     tis_mean: Annotated[
         Number | None,
         Metric(

@@ -238,8 +238,11 @@ def in_a_row(bad: Callable[[Any], str | None], count: int = IN_A_ROW) -> Judge:
 
 def ratio_out_of_range(record: StepRecord) -> str | None:
     low, high = HEALTHY_RATIO  # NaN and infinity are the rule non_finite
-    bad = not low <= record.ratio_mean <= high and math.isfinite(record.ratio_mean)
-    return f"step {record.step}: ratio_mean {record.ratio_mean:.3g}" if bad else None
+    # With `ratio_base = proximal` the importance weight has the distance to the rollouts.
+    name = "ratio_mean" if record.tis_mean is None else "tis_mean"
+    ratio = getattr(record, name)
+    bad = not low <= ratio <= high and math.isfinite(ratio)
+    return f"step {record.step}: {name} {ratio:.3g}" if bad else None
 
 
 def clipped_too_often(record: StepRecord) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +20,8 @@ from trainer_core.objective.loss import Bounds, Correction, Sequences, correct
 from trainer_core.rollouts.batch import Selection
 
 Per = Literal["tokens", "sequences", "constant"]
+MOST_UNCORRECTED = 1
+"""Largest policy lag, in weight versions, whose clipped ratio needs no importance weight."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +93,27 @@ class Objective:
         self.bounds: Bounds | None = None
         """None: the ratio is against the rollout policy."""
         if config.ratio_base == "proximal":
-            self.bounds = Bounds(
-                config.tis_cap, config.tis_mask, config.tis_mask_low, config.tis_mask_high
-            )
+            self.bounds = _bounds(config)
         self.ref_kl_coef, self.distill_coef = config.ref_kl_coef, config.distill_coef
         self.balance_coef = config.router_aux_loss_coef or 0.0
         self._config = config
         self._own_formula = formula is not None
+
+    def for_lag(self, lag: int | None) -> Objective:
+        """Return the objective of a batch whose oldest token has this policy lag."""
+        config = self._config
+        # The clipped ratio of cispo is a truncated importance weight itself, and a function of the
+        # user gets the base that it was written for.
+        fixed = config.ratio_base is not None or self._own_formula or config.objective == "cispo"
+        if fixed or lag is None or lag <= MOST_UNCORRECTED:
+            return self
+        corrected = copy(self)
+        corrected.bounds = _bounds(config)
+        return corrected
+
+    @property
+    def ratio_base(self) -> Literal["rollout", "proximal"]:
+        return "rollout" if self.bounds is None else "proximal"
 
     def selection(
         self, vocab_size: int | None = None, end_tokens: frozenset[int] = frozenset()
@@ -200,6 +217,10 @@ def count(rows: Iterable[tuple[Sequences, Correction | None]], device: torch.dev
         # A sequence counts if at least one of its tokens is kept.
         counts += Counts(ones.sum(), (sequences.totals(ones) > 0).sum().double())
     return counts
+
+
+def _bounds(config: TrainingConfig) -> Bounds:
+    return Bounds(config.tis_cap, config.tis_mask, config.tis_mask_low, config.tis_mask_high)
 
 
 def _clip(config: TrainingConfig, published: PublishedObjective) -> tuple[float, float]:

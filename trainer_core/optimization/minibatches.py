@@ -42,16 +42,22 @@ class Minibatches:
         self._threads, self._reference = threads, reference
         self._several = config.minibatches * config.epochs > 1
 
-    def rows(self, rollouts: Sequence[Rollout], step: int) -> Iterator[list[PackedRow]]:
+    def rows(
+        self, rollouts: Sequence[Rollout], step: int, *, proximal: bool
+    ) -> Iterator[list[PackedRow]]:
         """Yield this rank's packed rows for each optimizer step on the batch of `step`.
 
         Take the first item before weights change: it computes the base of every ratio.
+
+        Args:
+            proximal: that base is the trainer's own logprobs.
         """
         if not self._several:
             yield self._pack(rollouts)
             return
         # A sequence without trained tokens would make a minibatch without a loss.
-        rollouts = self._with_fixed_logprobs([r for r in rollouts if r.trained.any()])
+        trained = [r for r in rollouts if r.trained.any()]
+        rollouts = self._with_fixed_logprobs(trained, proximal=proximal)
         for epoch in range(self._config.epochs):
             # Seeded by step and epoch: every rank, and a resumed run, draws the same minibatches.
             shuffle = np.random.default_rng([self._config.seed, step, epoch])
@@ -70,7 +76,7 @@ class Minibatches:
         )
 
     @torch.no_grad()
-    def _with_fixed_logprobs(self, rollouts: list[Rollout]) -> list[Rollout]:
+    def _with_fixed_logprobs(self, rollouts: list[Rollout], *, proximal: bool) -> list[Rollout]:
         # The reference's logprobs and the ratio's base are computed once, not in each optimizer
         # step.
         device = next(self._model.parameters()).device
@@ -93,7 +99,7 @@ class Minibatches:
             filled = self._reference.fill(mine, self._threads, self._world)
             rollouts = _unpacked(rollouts, "reference", of_all([row.reference for row in filled]))
         # Needed as the base of `ratio_base = proximal`, or in place of missing rollout logprobs.
-        if self._objective.bounds is not None or not all(r.complete for r in rollouts):
+        if proximal or not all(r.complete for r in rollouts):
             found = in_threads(
                 lambda row, _: row_logprobs(self._model, row.to(device)), mine, self._threads
             )

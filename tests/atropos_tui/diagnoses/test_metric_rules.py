@@ -74,6 +74,11 @@ CASES: list[tuple[str, list[Record], str]] = [
         "step 20: ratio_mean 0.62",
     ),
     (
+        "ratio_out_of_range",
+        changed("step", fixed(ratio_mean=1.0, tis_mean=0.7), 20, 30),
+        "step 20: tis_mean 0.7",
+    ),
+    (
         "clip_fraction_high",
         changed("step", fixed(clip_fraction=0.3), 20, 30),
         "clip_fraction 30.0%",

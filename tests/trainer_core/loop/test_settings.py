@@ -141,10 +141,13 @@ def test_resumed_equals_never_stopped_bit_for_bit(
     monkeypatch.setenv("ATROPOS_TOKEN", TOKEN)
     ends: list[dict[str, torch.Tensor]] = []
     batches: list[Any] = []
+    bases = []
+    made: dict[str, Any] = {}  # one memory of the versions, on which the ratio's base depends
     for name, cuts in (("straight", [4]), ("cut", [2, 4])):
         torch.manual_seed(1)
         (tmp_path / name).mkdir()
         engine = Engine(tmp_path / name, plain_model(base).bfloat16())
+        engine.digests = made
         batches = batches or _recorded(engine, 4)
         for last in cuts:
             # Both attempts are of one run of 4 steps; the first is cut off by a stop.
@@ -167,7 +170,9 @@ def test_resumed_equals_never_stopped_bit_for_bit(
                     tensor.zero_()
                 engine.version, engine.held = None, True
         ends.append(load_file(tmp_path / name / "out" / "final_model" / "model.safetensors"))
+        bases.append([(step.step, step.ratio_base) for step in _steps(tmp_path / name)])
         engine.close()
+    assert bases[0] == bases[1]
     straight, cut = ends
     assert all(torch.equal(straight[k], cut[k]) for k in straight)
     start = dict(plain_model(base).bfloat16().named_parameters())
@@ -277,11 +282,12 @@ def test_a_run_on_two_cores_learns_the_same(
     """`torch_threads` = 2: rows side by side in two threads, and the weights of a run on one."""
     monkeypatch.setenv("ATROPOS_TOKEN", TOKEN)
     seen: dict[int, set[int]] = {1: set(), 2: set()}
-    ends, batches = [], []
+    ends, batches, made = [], [], dict[str, Any]()
     for cores in (1, 2):
         torch.manual_seed(0)
         (tmp_path / str(cores)).mkdir()
         engine = Engine(tmp_path / str(cores), plain_model(base))
+        engine.digests = made
         batches = batches or _recorded(engine, 3)
 
         def watched(*args: Any, threads: set[int] = seen[cores], **more: Any) -> TokenScores:

@@ -58,7 +58,8 @@ def test_sets_hold_every_rollout_once_and_about_equal_tokens() -> None:
 def test_one_step_is_what_it_always_was(base: Path, tmp_path: Path) -> None:
     """The same rows in the same order, no further pass, and the outcome itself."""
     config, rollouts = offline_config(base, tmp_path, ratio_base="proximal"), rollouts_of(20)
-    (rows,) = Minibatches(config, plain_model(base), Objective(config)).rows(rollouts, 1)
+    minibatches = Minibatches(config, plain_model(base), Objective(config))
+    (rows,) = minibatches.rows(rollouts, 1, proximal=True)
     for ours, theirs in zip(rows, pack(rollouts, config.tokens_per_pass), strict=True):
         assert ours.base is None and ours.lengths == theirs.lengths
         assert torch.equal(ours.tokens, theirs.tokens) and torch.equal(

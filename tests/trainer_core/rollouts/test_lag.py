@@ -19,6 +19,7 @@ from atropos_common.protocol.bridge import VersionSpan
 from tests.trainer_core.offline_runs import group_of, offline_config
 from trainer_core.config import TrainingConfig
 from trainer_core.loop import train
+from trainer_core.optimization import step
 from trainer_core.rollouts.batch import Rollout, Selection
 from trainer_core.rollouts.recorded import RecordedRollouts, Recorder
 from trainer_core.rollouts.source import (
@@ -114,8 +115,8 @@ def lags_of(stack: Stack, tmp_path: Path, steps: int = 60, **fields: Any) -> tup
         lag_meter=meter,
         while_waiting=lambda: None,
     )
-    for step in range(steps):
-        batch, lags = source.next_batch(step, step)
+    for number in range(steps):
+        batch, lags = source.next_batch(number, number)
         trained = max(trained, oldest_lag(lags) or 0)
         left_out += sum(batch.left_out.values())
     return max(meter.met), trained, left_out
@@ -182,6 +183,49 @@ def test_the_bound_of_each_mode_is_that_of_the_docs(fields: dict[str, Any], boun
 
 def all_by_three(digests: list[str]) -> list[VersionSpan | None]:
     return [VersionSpan(3, 3)] * len(digests)
+
+
+@pytest.mark.parametrize(
+    ("version", "fields", "ratio_base"),
+    [
+        (4, {}, "rollout"),
+        (5, {}, "proximal"),
+        (5, {"ratio_base": "rollout"}, "rollout"),
+        (4, {"ratio_base": "proximal"}, "proximal"),
+        (5, {"objective": "gspo"}, "proximal"),
+        (5, {"objective": "cispo"}, "rollout"),
+        (None, {}, "rollout"),
+    ],
+)
+def test_a_batch_of_a_lag_above_one_gets_importance_weights(
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    version: int | None,
+    fields: dict[str, Any],
+    ratio_base: str,
+) -> None:
+    """Rollouts of version 3 train at `version`, with no pass beside the training pass."""
+    monkeypatch.setattr(step, "row_logprobs", None)
+    path = tmp_path / "rollouts.jsonl"
+    recorder = Recorder(path)
+    recorder.write(1, version or 0, [group_of(1), group_of(2)])
+    recorder.close()
+
+    def trained(**fields: Any) -> dict[str, Any]:
+        source = RecordedRollouts(path, 8)
+        if version is not None:
+            source.versions = all_by_three  # type: ignore[method-assign]
+        (record,) = train(
+            offline_config(base, tmp_path, training_steps=1, **fields), rollouts=source
+        ).history
+        return record
+
+    record = trained(**fields)
+    assert record["ratio_base"] == ratio_base
+    assert (record["tis_mean"] is not None) == (ratio_base == "proximal")
+    fixed = trained(**fields | {"ratio_base": ratio_base})
+    assert all(record[name] == fixed[name] for name in ("loss", "grad_norm", "tis_mean"))
 
 
 def test_the_oldest_token_bounds_and_each_token_counts_in_the_mean() -> None:
