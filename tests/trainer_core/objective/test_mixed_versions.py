@@ -161,8 +161,8 @@ def test_the_weights_make_mixed_completions_unbiased() -> None:
 
 
 def test_weights_by_token_are_unbiased_at_the_prefixes_of_the_rollouts() -> None:
-    """What the trainer computes: tokens as if the policy had drawn them, after the prefixes that
-    the older versions made, and before what these went on with."""
+    """The trainer's own weights alone: each token as if the policy had drawn it, between the prefix
+    and the rest that the older versions made."""
     policy, versions = tables(3, apart=0.7)
     objective = Objective(config(tis_cap=1e9)).for_lag(LENGTH)
     total, expected = np.zeros_like(policy), np.zeros_like(policy)
