@@ -453,6 +453,7 @@ class Run:
         checkpoint_s = 0.0 if broken else self.saver.save_if_due(self.step, self.version)
         # Only rollouts with a gradient count for MFU: the others pass forward only.
         taught = [r for r in batch.rollouts if self.objective.teaches(r.advantages[r.trained])]
+        taught_tokens = sum(int(r.trained.sum()) for r in taught)
         report = StepReport(
             step,
             self.version,
@@ -464,12 +465,13 @@ class Run:
             probe_diffs,
             alignment,
             sync,
+            taught_tokens=taught_tokens,
             wait_s=fetched - began,
             train_s=trained - fetched,
             checkpoint_s=checkpoint_s,
             mfu=self.mfu.measure(
                 [len(r.tokens) for r in taught] * self.config.epochs,
-                sum(int(r.trained.sum()) for r in taught) * self.config.epochs,
+                taught_tokens * self.config.epochs,
                 trained - fetched,
             ),
             engine=self.engine_use.measure(),

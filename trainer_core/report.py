@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 from atropos_common.models.model_math import peak_flops, reached_flops, step_flops
 from atropos_common.protocol.benchmark_summary import summary_sections, summary_text
+from atropos_common.protocol.records import FLAT, SKIPPED
 from atropos_common.protocol.trainer_records import (
     AlignmentRecord,
     BenchmarkRecord,
@@ -70,6 +72,8 @@ class StepReport:
     alignment: Alignment
     sync: SyncReport | None
     """None if the gradient was not finite."""
+    taught_tokens: int
+    """Generated tokens of the batch with a gradient."""
     wait_s: float
     train_s: float
     checkpoint_s: float
@@ -86,7 +90,20 @@ class StepReport:
 
     @property
     def accepted_tokens_per_s(self) -> float | None:
-        return self.batch.trained_tokens / self.step_s if self.step_s else None
+        return self.accepted_tokens / self.step_s if self.step_s else None
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Generated tokens that entered an update of the weights."""
+        return 0 if self.sync is None else self.taught_tokens
+
+    @property
+    def left_out_tokens(self) -> dict[str, int]:
+        """Generated tokens of the batch that were thrown away, by reason."""
+        untaught = Counter({FLAT: self.batch.trained_tokens - self.taught_tokens})
+        skipped = Counter({SKIPPED: self.taught_tokens - self.accepted_tokens})
+        # Adding counters drops entries of 0.
+        return dict(self.batch.left_out_tokens + untaught + skipped)
 
 
 class TextReader:
@@ -151,6 +168,7 @@ def step_fields(report: StepReport) -> dict[str, Any]:
         "policy_lag_token_mean": token_mean(report.lags),
         "weight_version": report.weight_version,
         "left_out": batch.left_out,
+        "left_out_tokens": report.left_out_tokens,
         "skipped_sequences": sum(batch.left_out.values()),
         "too_old": batch.too_old,
         "policy_lag_bound": batch.policy_lag_bound,
@@ -204,6 +222,7 @@ def timing_fields(report: StepReport) -> dict[str, Any]:
         "engine_idle_fraction": report.engine.idle,
         "engine_capacity_used": report.engine.capacity,
         "accepted_tokens_per_s": report.accepted_tokens_per_s,
+        "generated_tokens": report.engine.generated,
     }
 
 
@@ -330,7 +349,7 @@ class BenchmarkTotals:
             self.used_s += report.engine.capacity * report.step_s
             self.rated_s += report.step_s
         self.tokens += report.batch.tokens
-        self.accepted_tokens += report.batch.trained_tokens
+        self.accepted_tokens += report.accepted_tokens
         self.byte_sum += memory_fields()["allocated_bytes"] or 0
         if report.sync is not None:
             self.add_sync(report.sync)

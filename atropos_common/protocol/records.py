@@ -117,6 +117,11 @@ SURPLUS = "surplus"
 # Keys of `left_out_tokens` only: their groups count in `failures`, or are tried again.
 FAILED = "failed"
 CANCELLED = "cancelled"
+# Of the trainer's `left_out_tokens`, beside FLAT and TOO_LONG.
+TOO_OLD = "too_old"
+MALFORMED = "malformed"
+CUT_OFF = "cut_off"
+SKIPPED = "skipped"
 
 _REASONS = {
     REFUSED: "run-api refused it",

@@ -248,6 +248,14 @@ class StepRecord(TrainerRecord):
         ),
     ] = Field(default_factory=dict)
     skipped_sequences: Annotated[int, Metric("Sequences left out: the sum of `left_out`")] = 0
+    left_out_tokens: Annotated[
+        dict[str, int],
+        Metric(
+            "Generated tokens of the batch that were thrown away, by reason: `flat` (no advantage, "
+            "so no gradient), `too_old`, `malformed`, `too_long`, `cut_off` (`overlong_mask`), "
+            "`skipped` (the update was). Includes earlier batches as `left_out` does"
+        ),
+    ] = Field(default_factory=dict)
     faults_by_env: Annotated[
         dict[str, dict[str, int]],
         Metric("Malformed sequences of `left_out`, by environment and reason"),
@@ -382,7 +390,9 @@ class TimingRecord(TrainerRecord):
     engine_capacity_used: Number | None = None
     """Token rate over the engines' largest, 0 to 1."""
     accepted_tokens_per_s: Number | None = None
-    """Trained tokens of completions, per second of the step."""
+    """Generated tokens that entered an update with a gradient, per second of the step."""
+    generated_tokens: int | None = None
+    """Tokens that the engines generated since the report before, evaluations included."""
 
 
 class MemoryRecord(TrainerRecord):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -42,6 +42,7 @@ from atropos_tui.monitor.run.state import (
     ACCEPTED,
     CAPACITY_S,
     COUNTED_S,
+    GENERATED,
     IDLE_S,
     RATED_S,
     TOKENS,
@@ -70,8 +71,6 @@ class Pace:
     """Share of the time in which the engines had no request."""
     engine_capacity: float | None
     """Used share of the engines' capacity."""
-    accepted_per_s: float | None
-    """Generated tokens that were trained on."""
     tokens_per_s: float | None
     mfu_peak: float | None
     """Model FLOP utilization of the training part, of the card's dense peak."""
@@ -103,7 +102,6 @@ def pace(state: RunState, training_steps: int | None, window: int = WINDOW) -> P
         waiting=min(1.0, parts["wait"] / step_s) if parts["wait"] is not None and step_s else None,
         engine_idle=_idle_share(state, count),
         engine_capacity=_capacity_share(state, count),
-        accepted_per_s=_ratio(state.sums[ACCEPTED], timing, count),
         tokens_per_s=tokens_per_second(state, count),
         mfu_peak=state.metric("mfu_peak").newest(count).mean,
         mfu=state.metric("mfu").newest(count).mean,
@@ -142,6 +140,72 @@ def _ratio(part: Series, whole: Series, count: int | None) -> float | None:
 
 
 @dataclass(frozen=True)
+class TokenUse:
+    """Use of the generated tokens over some steps."""
+
+    accepted_per_s: float
+    """Tokens that trained, per second and GPU; without GPUs per second."""
+    gpus: int
+    accepted: float
+    """Share of the generated tokens, 0 to 1."""
+    thrown_away: dict[str, float]
+    """Shares of the generated tokens by reason, largest first."""
+
+    @property
+    def unit(self) -> str:
+        return "tokens/s/GPU" if self.gpus else "tokens/s"
+
+
+OTHER = "other"
+"""Evaluations, completions in flight, and tokens that nobody counted."""
+
+
+def reasons_text(thrown_away: Mapping[str, float], before: str = "") -> str:
+    """Return shares in words after `before`, without those below 0.5 %; empty without any."""
+    shown = {name: share for name, share in thrown_away.items() if share >= 0.005}
+    words = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in shown.items())
+    return f"{before}{one_line(words)}" if words else ""
+
+
+def token_use(state: RunState, gpus: int, count: int | None = None) -> TokenUse | None:
+    """Measure the newest `count` steps (default: all); None before the first accepted token.
+
+    Args:
+        gpus: GPUs of the stack; 0 without.
+    """
+    timing = state.metric("step_s")
+    is_whole = count is None or count >= timing.count
+    steps = timing if count is None else timing.newest(count)
+    if not len(steps) or not len(state.sums[ACCEPTED]) or not steps.total > 0:
+        return None
+
+    def over(series: Series) -> float:
+        # A reason has points only where it occurred.
+        return series.part(bisect_left(series.steps, steps.steps[0]), len(series)).total
+
+    start, end = steps.times[0] - steps.values[0], steps.times[-1]
+    by_env = state.thrown_away.total if is_whole else state.thrown_away.between(start, end)
+    lost = dict(by_env)
+    for name, series in state.series.items():
+        prefix, _, reason = name.partition("/")
+        if prefix == "left_out_tokens":
+            lost[reason] = lost.get(reason, 0.0) + over(series)
+    accepted, known = over(state.sums[ACCEPTED]), sum(lost.values())
+    # Old rollouts were generated before these steps: the engines' count may be smaller.
+    generated = max(over(state.sums[GENERATED]), accepted + known)
+    if not math.isfinite(generated) or generated <= 0:
+        return None
+    lost[OTHER] = lost.get(OTHER, 0.0) + generated - accepted - known
+    largest_first = sorted(lost.items(), key=lambda one: -one[1])
+    return TokenUse(
+        accepted / steps.total / max(1, gpus),
+        gpus,
+        accepted / generated,
+        {name: tokens / generated for name, tokens in largest_first if tokens > 0},
+    )
+
+
+@dataclass(frozen=True)
 class RunBenchmark:
     """Figures of one run: seconds, bytes, tokens per second; None without data."""
 
@@ -165,6 +229,14 @@ class RunBenchmark:
     """Used share of the engines' capacity, over the steps that report it."""
     accepted_tokens_per_s: float | None
     """Generated tokens that were trained on, per second."""
+    gpus: int
+    """GPUs of the stack; 0 on a CPU machine or if unknown."""
+    accepted_tokens_per_s_per_gpu: float | None
+    """None without GPUs."""
+    accepted_share: float | None
+    """Share of the generated tokens that were trained on."""
+    thrown_away: dict[str, float]
+    """Shares of the generated tokens that were not, by reason."""
     peak_bytes: int | None
     avg_bytes: int | None
     peak_rss_bytes: int | None
@@ -194,7 +266,7 @@ class RunBenchmark:
 def benchmark_run(root: Path) -> RunBenchmark:
     """Measure the run directory `root`; missing files give None."""
     info, state, _ = load_run(root)
-    figures = benchmark_state(state, run=root.name, mode=info.mode)
+    figures = benchmark_state(state, run=root.name, mode=info.mode, gpus=info.gpu_count)
     return replace(figures, exit_code=exit_code(RunDir(root)))
 
 
@@ -203,12 +275,17 @@ def benchmark_runs(roots: Sequence[Path]) -> list[RunBenchmark]:
     return [replace(benchmark_run(root), run=name) for root, name in named]
 
 
-def benchmark_state(state: RunState, *, run: str, mode: str) -> RunBenchmark:
+def benchmark_state(state: RunState, *, run: str, mode: str, gpus: int = 0) -> RunBenchmark:
     """Measure a run that is in memory."""
+    use = token_use(state, gpus)
     reward = state.metric("reward_mean").values
     common = {
         "run": run,
         "attempts": len(state.attempt_steps),
+        "gpus": gpus,
+        "accepted_tokens_per_s_per_gpu": use.accepted_per_s if use and gpus else None,
+        "accepted_share": use.accepted if use else None,
+        "thrown_away": use.thrown_away if use else {},
         "peak_rss_bytes": _whole(state.metric("rss_bytes").highest),
         "mfu_peak": state.metric("mfu_peak").mean,
         "mfu": state.metric("mfu").mean,
@@ -294,7 +371,7 @@ def _strict(value: object) -> object:
 
 def summary_sections(run: RunBenchmark) -> list[summary.Section]:
     """Return titles and figures of a summary; the first section has no name."""
-    *sections, (timing, speeds), (memory, figures) = summary.summary_sections(run)
+    (first, totals), (timing, speeds), (memory, figures) = summary.summary_sections(run)
     if run.mfu_peak is not None:
         speeds.append(("MFU of dense peak", summary.share_text(run.mfu_peak)))
     if run.mfu is not None:
@@ -306,7 +383,28 @@ def summary_sections(run: RunBenchmark) -> list[summary.Section]:
         ("Checkpoint size", _size(run.checkpoint_bytes)),
     ]
     rss = ("Peak trainer RSS", summary.gigabytes_text(run.peak_rss_bytes))
-    return [*sections, (timing, speeds), (memory, [*figures, rss]), ("Learning", learning)]
+    return [
+        (first, [*_tokens(run), *totals]),
+        (timing, speeds),
+        (memory, [*figures, rss]),
+        ("Learning", learning),
+    ]
+
+
+def _tokens(run: RunBenchmark) -> list[tuple[str, str]]:
+    """Return the rows about the use of generated tokens, headline first."""
+    rate, label = run.accepted_tokens_per_s_per_gpu, "Accepted tokens/s/GPU"
+    if not run.gpus:
+        rate, label = run.accepted_tokens_per_s, "Accepted tokens/s"
+    if rate is None:
+        return []
+    gpus = f" ({counted(run.gpus, 'GPU')})" if run.gpus else ""
+    rows = [(label, summary.whole_text(rate) + gpus)]
+    if run.accepted_share is not None:
+        rows.append(("Accepted of generated", summary.share_text(run.accepted_share)))
+        thrown = summary.share_text(1.0 - run.accepted_share)
+        rows.append(("Thrown away", f"{thrown}{reasons_text(run.thrown_away, ': ')}"))
+    return rows
 
 
 def origin(run: RunBenchmark) -> str:
@@ -328,6 +426,8 @@ def _comparison(runs: Sequence[RunBenchmark]) -> str:
         times = [None, *(ratio(value, values[0]) for value in values[1:])]
         ends = ["" if found is None else f" (x{found:.2f})" for found in times]
         table.append([title, *(write(v) + end for v, end in zip(values, ends, strict=True))])
+    thrown = (reasons_text(run.thrown_away) or summary.NO_DATA for run in runs)
+    table.insert(4, ["Thrown away", *thrown])
     codes = ("no data" if run.exit_code is None else str(run.exit_code) for run in runs)
     return text_table([*table, ["Exit code", *codes]])
 
@@ -349,6 +449,9 @@ def _fraction(value: float | None) -> str:
 
 # Title, field, formatter.
 _ROWS = (
+    ("Accepted tokens/s/GPU", "accepted_tokens_per_s_per_gpu", summary.whole_text),
+    ("Accepted tokens/s", "accepted_tokens_per_s", summary.whole_text),
+    ("Accepted of generated", "accepted_share", summary.share_text),
     ("Total time", "total_s", summary.seconds_text),
     ("Steps", "steps", summary.whole_text),
     ("Avg step", "avg_step_s", summary.seconds_text),
@@ -361,7 +464,6 @@ _ROWS = (
     ("Engine idle", "engine_idle_fraction", summary.share_text),
     ("Engine capacity used", "engine_capacity_used", summary.share_text),
     ("Tokens/s", "tokens_per_s", summary.whole_text),
-    ("Accepted tokens/s", "accepted_tokens_per_s", summary.whole_text),
     ("MFU of dense peak", "mfu_peak", summary.share_text),
     ("MFU of 790 TFLOP/s", "mfu", summary.share_text),
     ("Peak GPU memory", "peak_bytes", summary.gigabytes_text),

@@ -71,7 +71,7 @@ class Comparison:
 
 
 def _figures(root: Path, run: RunCurves) -> RunBenchmark:
-    figures = benchmark_state(run.state, run=run.name, mode=run.info.mode)
+    figures = benchmark_state(run.state, run=run.name, mode=run.info.mode, gpus=run.info.gpu_count)
     return replace(figures, exit_code=exit_code(RunDir(root)))
 
 

@@ -27,7 +27,15 @@ from atropos_common.system.files import names_in, read_regular
 from atropos_common.system.run_dir import LATEST_TIME, RunDir
 from atropos_tui import __version__
 from atropos_tui.errors import Exit
-from atropos_tui.monitor.bench import benchmark_state, origin, summary_sections, tokens_per_second
+from atropos_tui.monitor.bench import (
+    TokenUse,
+    benchmark_state,
+    origin,
+    reasons_text,
+    summary_sections,
+    token_use,
+    tokens_per_second,
+)
 from atropos_tui.monitor.charts import CHARTS, WRITERS, Along, ChartSpec, CurveSpec
 from atropos_tui.monitor.format import (
     counted,
@@ -96,7 +104,9 @@ class Lane:
 def render_report(run: RunDir, status: RunStatus, now: float) -> str:
     """Return the page as text that UTF-8 can encode; `now` in Unix seconds."""
     info, state, feed = load_run(run.root)
-    figures = benchmark_state(state, run=run.root.name, mode=info.mode or status.mode)
+    figures = benchmark_state(
+        state, run=run.root.name, mode=info.mode or status.mode, gpus=info.gpu_count
+    )
     end, sentence = _end(status, state, now), verdict(status, info, state, now)
     return _page(
         "report.html.j2",
@@ -179,6 +189,16 @@ def _learned(state: RunState) -> str:
 Rows = list[tuple[str, str]]
 
 
+def _tokens(use: TokenUse | None) -> Rows:
+    if use is None:
+        return []
+    thrown = f"{1 - use.accepted:.0%}{reasons_text(use.thrown_away, ': ')}"
+    return [
+        (f"Accepted {use.unit}", number(use.accepted_per_s, 0)),
+        ("Thrown away of the generated", masked_line(thrown)),
+    ]
+
+
 def _headline(state: RunState, info: RunInfo, status: RunStatus, end: float) -> Rows:
     steps = f"{state.step:,}" + (f" of {info.training_steps:,}" if info.training_steps else "")
     name, held_out = next(iter(state.evals.items()), ("", Series()))
@@ -186,7 +206,9 @@ def _headline(state: RunState, info: RunInfo, status: RunStatus, end: float) -> 
     rewards = state.metric("reward_mean")
     count = last_steps([RunCurves("", info, state, {})])
     newest = f", last {counted(count, 'step')}" if len(rewards) else ""
+    use = token_use(state, info.gpu_count)
     return [
+        *_tokens(use),
         ("Steps", steps),
         ("Duration", duration(end - status.started_at) if status.started_at else "–"),
         (f"Reward{newest}", number(final(rewards, count))),

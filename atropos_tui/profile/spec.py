@@ -364,6 +364,12 @@ class StackSpec(StackPart):
     nodes: list[Node] = Field(default_factory=list)
     """The machines, the supervisor's own first; empty for a stack of one machine."""
 
+    @property
+    def gpu_count(self) -> int:
+        """Number of GPUs of all components; one that several share counts once."""
+        parts = ((part.place.node if part.place else "", part.gpus) for part in self.components)
+        return len({(node, gpu) for node, gpus in parts for gpu in gpus})
+
     def component(self, name: str) -> ComponentSpec | None:
         return next((c for c in self.components if c.name == name), None)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TypeVar
@@ -36,7 +37,7 @@ from atropos_common.net.http import (
 from atropos_common.protocol.control import Phase, RunStatus, State
 from atropos_common.protocol.record_base import Record
 from atropos_common.protocol.record_tail import RecordTail
-from atropos_common.protocol.records import EvalRecord, GaugesRecord
+from atropos_common.protocol.records import EnvCountsRecord, EvalRecord, GaugesRecord
 from atropos_common.protocol.trainer_records import (
     AlignmentRecord,
     MemoryRecord,
@@ -96,7 +97,7 @@ TIMING_FIELDS: Sequence[Field] = (
     (
         "accepted_tokens_per_s",
         "accepted_tokens_per_second",
-        "Generated tokens per second that were trained on.",
+        "Generated tokens per second of the step that were trained on.",
     ),
 )
 ALIGNMENT_FIELDS: Sequence[Field] = (
@@ -171,12 +172,17 @@ COMPONENT_FIELDS: Sequence[Field] = (
 class Newest:
     """Newest record of each kind; each `look` reads only what was appended."""
 
-    def __init__(self, run: RunDir) -> None:
-        self._run = run
+    def __init__(self, run: RunDir, gpus: int = 0) -> None:
+        """`gpus`: GPUs of the stack."""
+        self._run, self.gpus = run, gpus
         self._tails: dict[str, RecordTail] = {}
         self.records: dict[type[Record], Record] = {}
         self.evals: dict[tuple[str, str], EvalRecord] = {}
         """Keyed by environment and split."""
+        self.envs: dict[str, EnvCountsRecord] = {}
+        self.accepted_tokens = 0.0
+        self.left_out_tokens: Counter[str] = Counter()
+        """Counted by the trainer since its first step, by reason."""
 
     def look(self) -> None:
         for path in (
@@ -191,9 +197,15 @@ class Newest:
     def _take(self, record: Record) -> None:
         if isinstance(record, EvalRecord):
             self.evals[record.env, record.split] = record
+        elif isinstance(record, EnvCountsRecord):
+            self.envs[record.env] = record
         # Other ranks report the same step; rank 0 speaks for the trainer.
         elif not isinstance(record, TrainerRecord) or record.rank == 0:
             self.records[type(record)] = record
+            if isinstance(record, StepRecord):
+                self.left_out_tokens.update(record.left_out_tokens)
+            elif isinstance(record, TimingRecord) and record.accepted_tokens_per_s is not None:
+                self.accepted_tokens += record.accepted_tokens_per_s * record.step_s
 
     def of(self, kind: type[R]) -> R | None:
         record = self.records.get(kind)
@@ -223,6 +235,7 @@ def metrics(status: RunStatus, newest: Newest) -> Iterator[Metric]:
         yield _family(
             "step_waiting_ratio", "Share of the step spent waiting for rollouts.", [({}, share)]
         )
+    yield from _tokens(newest)
     if newest.evals:
         rows = [
             ({"env": env, "split": split}, float(found.accuracy))
@@ -231,6 +244,35 @@ def metrics(status: RunStatus, newest: Newest) -> Iterator[Metric]:
         yield _family("eval_accuracy_ratio", "Newest held-out accuracy.", rows)
     if (gauges := newest.of(GaugesRecord)) is not None:
         yield from _used(gauges)
+
+
+def _tokens(newest: Newest) -> Iterator[Metric]:
+    timing = newest.of(TimingRecord)
+    if timing is None or timing.accepted_tokens_per_s is None:
+        return
+    if newest.gpus:
+        yield _family(
+            "accepted_tokens_per_second_per_gpu",
+            "Generated tokens per second of the step and GPU of the stack that were trained on.",
+            [({}, timing.accepted_tokens_per_s / newest.gpus)],
+        )
+    yield _family(
+        "accepted_tokens",
+        "Generated tokens that were trained on.",
+        [({}, newest.accepted_tokens)],
+        CounterMetricFamily,
+    )
+    tables = {"": newest.left_out_tokens} | {
+        name: record.left_out_tokens for name, record in newest.envs.items()
+    }
+    rows = [
+        ({"env": env, "reason": reason}, float(tokens))
+        for env, table in tables.items()
+        for reason, tokens in table.items()
+    ]
+    if rows:
+        text = "Generated tokens that were not trained on, by environment; empty: by the trainer."
+        yield _family("thrown_away_tokens", text, rows, CounterMetricFamily)
 
 
 def _components(status: RunStatus) -> Iterator[Metric]:
@@ -316,13 +358,17 @@ def page(status: RunStatus, newest: Newest) -> bytes:
 
 
 def metrics_app(
-    run: RunDir, policy: MetricsPolicy, token: str, status: Callable[[], Awaitable[RunStatus]]
+    run: RunDir,
+    policy: MetricsPolicy,
+    token: str,
+    status: Callable[[], Awaitable[RunStatus]],
+    gpus: int = 0,
 ) -> Starlette:
     """Application with `GET /metrics`, for our own host names and, from other machines, with the
     run's key."""
     keys = accepted_keys(policy.host, token)
     hosts = allowed_hosts(policy.host, hosts_in(os.environ, ENV_ALLOWED_HOSTS))
-    newest, reading = Newest(run), asyncio.Lock()
+    newest, reading = Newest(run, gpus), asyncio.Lock()
 
     async def scrape(request: Request) -> Response:
         connection = connection_of(request.scope)

@@ -210,7 +210,8 @@ async def _serve_metrics(supervisor: Supervisor, run: RunDir, token: str) -> Api
         fix = "free that port, or give [metrics] another, and start the run again with up --resume"
         supervisor.store.diagnoses.add(None, NO_METRICS.diagnosis(evidence, fix))
         return None
-    server = ApiServer(metrics_app(run, policy, token, supervisor.measured), listening)
+    gpus = supervisor.stack.gpu_count
+    server = ApiServer(metrics_app(run, policy, token, supervisor.measured, gpus), listening)
     await server.started()
     return server
 

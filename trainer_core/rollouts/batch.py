@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from atropos_common.protocol import records
 from atropos_common.protocol.bridge import completion_digest
 from trainer_core.errors import MissingLogprobs
 from trainer_core.rollouts.fields import (
@@ -152,6 +153,8 @@ class Batch:
     # Sequences that do not train, and warnings about those that do.
     left_out: dict[str, int] = field(default_factory=dict)
     """Sequences by reason; a group of unknown size counts as one."""
+    left_out_tokens: Counter[str] = field(default_factory=Counter)
+    """Their generated tokens, by reason of `records.StepRecord.left_out_tokens`."""
     too_old: int = 0
     """Sequences left out for their policy lag."""
     policy_lag_bound: int | None = None
@@ -230,11 +233,23 @@ class Batch:
         seen = [int(np.flatnonzero(r.trained)[-1]) for r in self.rollouts if r.trained.any()]
         return sum(int(known.sum()) for known in recorded) / max(1, sum(seen))
 
-    def leave_out(self, reason: str, count: int, example: str = "", env: str = "") -> None:
+    def leave_out(
+        self,
+        reason: str,
+        count: int,
+        example: str = "",
+        env: str = "",
+        *,
+        tokens: int = 0,
+        kind: str = records.MALFORMED,
+    ) -> None:
         """Count sequences that do not train.
 
-        `env` is the environment that sent malformed ones.
+        `env` is the environment that sent malformed ones; `tokens` of them were generated, and
+        `kind` is their key in `left_out_tokens`.
         """
+        if tokens:
+            self.left_out_tokens[kind] += tokens
         self.left_out[reason] = self.left_out.get(reason, 0) + count
         self.examples.setdefault(reason, example)
         if env:
@@ -245,6 +260,7 @@ class Batch:
         """Add the counts of an earlier batch that had nothing to train on."""
         for reason, count in other.left_out.items():
             self.leave_out(reason, count, other.examples.get(reason, ""))
+        self.left_out_tokens.update(other.left_out_tokens)
         for env, reasons in other.faults_by_env.items():
             self.faults_by_env.setdefault(env, Counter()).update(reasons)
             self.fault_examples.setdefault(env, other.fault_examples[env])
@@ -376,6 +392,7 @@ class _Judged:
     """As received."""
     placeholders: int = 0
     """Generated tokens without a logprob."""
+    is_too_long: bool = False
 
 
 @dataclass
@@ -429,7 +446,9 @@ class _Reader:
         tokens = raw.get("tokens") if isinstance(raw, dict) else None
         count = len(tokens) if isinstance(tokens, list) else 0
         env = environment(raw) if isinstance(raw, dict) else ""
-        self.batch.leave_out(error.reason, max(1, count), str(error), env or UNNAMED)
+        self.batch.leave_out(
+            error.reason, max(1, count), str(error), env or UNNAMED, tokens=_generated_tokens(raw)
+        )
 
     def _lone(
         self, groups: list[tuple[Group, NDArray[np.float64]]], baselines: Baselines
@@ -469,7 +488,7 @@ class _Reader:
         same_length(spot, len(tokens), masks=group.masks[i])
         if len(tokens) > self.seq_len:
             reason = f"longer than --seq-len {self.seq_len}"
-            return _Judged(None, reason, f"{spot}: {len(tokens)} tokens")
+            return _Judged(None, reason, f"{spot}: {len(tokens)} tokens", is_too_long=True)
         ids = token_ids(spot, tokens, self.selection.vocab_size)
         generated = masked_tokens(spot, group.masks[i], ids)
         given = group.advantages[i] if group.advantages else None
@@ -531,22 +550,25 @@ class _Reader:
         batch.generated += judged.generated
         batch.logprob_sum += judged.logprob_sum
         if rollout is None:
-            batch.leave_out(judged.reason, 1, judged.example)
+            kind = records.TOO_LONG if judged.is_too_long else records.MALFORMED
+            batch.leave_out(judged.reason, 1, judged.example, tokens=_labelled(mask), kind=kind)
             return
         # `sample_len` shows in the log that logprobs arrive at all.
         if rollout.complete:
             batch.sample_len = batch.sample_len or len(rollout.tokens)
         reached_limit = self._measure(rollout, mask)
+        kind = records.FLAT
         if flat and self.selection.drop_flat:
             reason = "in a group of equal scores"
         elif self.selection.overlong_mask and reached_limit:
             reason = f"cut off at --max-completion-tokens {self.selection.max_completion}"
+            kind = records.CUT_OFF
         else:
             batch.rollouts.append(rollout)
             if not self.recompute:
                 batch.remark(PARTLY, judged.placeholders)
             return
-        batch.leave_out(reason, 1)
+        batch.leave_out(reason, 1, tokens=int(rollout.trained.sum()), kind=kind)
         # A good sequence: its score stays in the mean reward.
         batch.unselected_scores.append(rollout.score)
 
@@ -558,6 +580,17 @@ class _Reader:
             return False
         self.batch.reached_limit.append(_longest_turn(mask) >= limit)
         return self.batch.reached_limit[-1]
+
+
+def _labelled(mask: list[Any]) -> int:
+    return sum(1 for label in mask if label != IGNORED)
+
+
+def _generated_tokens(raw: Any) -> int:
+    """Count the generated tokens of a malformed group, as far as its masks tell."""
+    masks = raw.get("masks") if isinstance(raw, dict) else None
+    lists = masks if isinstance(masks, list) else []
+    return sum(_labelled(mask) for mask in lists if isinstance(mask, list))
 
 
 def _longest_turn(mask: list[Any]) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atropos_common.protocol.bridge import MOST_DIGESTS, VersionSpan
+from atropos_common.protocol.records import TOO_OLD
 from atropos_common.protocol.stages import FIRST_BATCH, reach
 from atropos_common.protocol.trainer_records import MISSING, AlignmentRecord
 from trainer_core.config import TrainingConfig
@@ -440,8 +441,9 @@ def leave_out_by_lag(
         return f"older than --max-policy-lag {most}"
 
     why = [reason(rollout, lag) for rollout, lag in zip(batch.rollouts, lags, strict=True)]
-    for text in filter(None, why):
-        batch.leave_out(text, 1)
+    for rollout, text in zip(batch.rollouts, why, strict=True):
+        if text is not None:
+            batch.leave_out(text, 1, tokens=int(rollout.trained.sum()), kind=TOO_OLD)
     kept = zip(batch.rollouts, why, strict=True)
     batch.rollouts = [rollout for rollout, out in kept if out is None]
     return [lag for lag, out in zip(lags, why, strict=True) if out is None]

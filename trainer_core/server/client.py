@@ -238,6 +238,8 @@ class EngineUse:
     """Share of the time without a completion request, mean over servers."""
     capacity: float | None = None
     """Tokens per second divided by the servers' maximum."""
+    generated: int | None = None
+    """Tokens that the servers generated, evaluations included."""
 
 
 UNKNOWN_USE = EngineUse()
@@ -262,7 +264,11 @@ class EngineMeter:
         ]
         if not pairs or at <= before_at:
             return UNKNOWN_USE
-        return EngineUse(_idle_share(pairs, at - before_at), _capacity_share(pairs, at - before_at))
+        return EngineUse(
+            _idle_share(pairs, at - before_at),
+            _capacity_share(pairs, at - before_at),
+            _generated(before, infos),
+        )
 
     @staticmethod
     def _info_or_none(server: ServerClient) -> BridgeInfo | None:
@@ -291,6 +297,18 @@ def _capacity_share(pairs: Sequence[tuple[BridgeInfo, BridgeInfo]], seconds: flo
             ceiling += now.capacity_tokens_per_s
     # The maximum is an estimate, so real speed may exceed it.
     return min(1.0, tokens / seconds / ceiling) if ceiling else None
+
+
+def _generated(
+    before: Sequence[BridgeInfo | None], infos: Sequence[BridgeInfo | None]
+) -> int | None:
+    grown = []
+    for then, now in zip(before, infos, strict=True):
+        if then and now and now.generated_tokens is not None:
+            # A new server counts from 0.
+            same = then.instance_id == now.instance_id
+            grown.append(now.generated_tokens - ((then.generated_tokens or 0) if same else 0))
+    return sum(grown) if grown else None
 
 
 def _error_text(response: httpx.Response) -> str:

@@ -53,7 +53,8 @@ class PlannedComponent:
     role: Role
     port: int | None = None
     gpus: tuple[int, ...] = ()
-    """NVML indices."""
+    """NVML indices on its node."""
+    node: str = ""
     command: tuple[str, ...] = ()
     depends_on: dict[str, str] = field(default_factory=dict)
     """Condition (started, healthy or completed) by component that it waits for."""
@@ -78,6 +79,11 @@ class RunInfo:
     """Program and first argument of a trainer that is not ours."""
     last_start_s: dict[str, float] = field(default_factory=dict)
     """Start times in the newest run of the same name (`last_starts`)."""
+
+    @property
+    def gpu_count(self) -> int:
+        """Number of GPUs of all components; one that several share counts once."""
+        return len({(part.node, gpu) for part in self.components for gpu in part.gpus})
 
     @property
     def short_model(self) -> str:
@@ -235,6 +241,7 @@ def _planned(item: dict[str, Any]) -> PlannedComponent:
         role=_member(Role, item.get("role")) or Role.OTHER,
         port=_whole(item.get("port")),
         gpus=tuple(gpu for gpu in _list(item.get("gpus")) if isinstance(gpu, int)),
+        node=_text(_dict(item.get("place")).get("node")),
         command=tuple(map(str, _list(item.get("command")))),
         depends_on={name: _text(value) for name, value in _dict(item.get("depends_on")).items()},
         start_timeout_s=_number(item.get("start_timeout_s")),

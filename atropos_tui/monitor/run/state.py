@@ -6,7 +6,8 @@ After a crash, a later attempt replaces the later steps of earlier ones.
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from bisect import bisect_right
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -23,6 +24,7 @@ from atropos_common.protocol.records import (
     CommandRecord,
     ComponentRecord,
     DiagnosisRecord,
+    EnvCountsRecord,
     EnvMetricsRecord,
     EvalRecord,
     GaugesRecord,
@@ -73,17 +75,22 @@ METRICS: dict[type[Record], tuple[str, ...]] = {
 }
 # Fields with named numbers -> prefix of their curve names, before a slash.
 TABLES: dict[type[Record], dict[str, str]] = {
-    StepRecord: {"left_out": "left_out", "logprobs_from": "logprobs_from"},
+    StepRecord: {
+        "left_out": "left_out",
+        "left_out_tokens": "left_out_tokens",
+        "logprobs_from": "logprobs_from",
+    },
     SyncRecord: {"phases": "sync"},
 }
 # Share of a step's groups with an advantage; flat groups teach nothing.
 USEFUL_GROUPS = "useful_groups"
 # Sums over steps of fields that are rates or shares: tokens, idle seconds of engines, seconds of
 # the steps that report idle time; accepted tokens, used seconds of capacity, seconds of the steps
-# that report it.
+# that report it; tokens that the engines generated.
 TOKENS, IDLE_S, COUNTED_S = "tokens", "idle_s", "counted_s"
 ACCEPTED, CAPACITY_S, RATED_S = "accepted", "capacity_s", "rated_s"
-SUMS = (TOKENS, IDLE_S, COUNTED_S, ACCEPTED, CAPACITY_S, RATED_S)
+GENERATED = "generated"
+SUMS = (TOKENS, IDLE_S, COUNTED_S, ACCEPTED, CAPACITY_S, RATED_S, GENERATED)
 MOST_CURVES = 400  # a stream could contain endlessly many names
 
 
@@ -93,6 +100,56 @@ DIAGNOSES_KEPT = 200
 CHECKPOINTS_KEPT = 200
 TRANSITIONS_KEPT = 2000
 COMMANDS_KEPT = 200
+MOMENTS_KEPT = 500
+
+
+class ThrownAway:
+    """Generated tokens that environments did not send to run-api, by reason."""
+
+    def __init__(self) -> None:
+        # Totals of each environment at Unix seconds, ascending.
+        self._moments: dict[str, deque[tuple[float, Counter[str]]]] = {}
+        self._newest: dict[str, EnvCountsRecord] = {}
+        # Totals of earlier attempts: each attempt of an environment counts from 0.
+        self._earlier: dict[str, Counter[str]] = {}
+
+    def add(self, record: EnvCountsRecord) -> None:
+        before = self._newest.get(record.env)
+        if before is not None and record.time < before.time:
+            return
+        earlier = self._earlier.setdefault(record.env, Counter())
+        if before is not None and _all_tokens(record) < _all_tokens(before):
+            earlier.update(before.left_out_tokens)
+        self._newest[record.env] = record
+        moments = self._moments.setdefault(record.env, deque(maxlen=MOMENTS_KEPT))
+        moments.append((record.time, earlier + Counter(record.left_out_tokens)))
+
+    @property
+    def total(self) -> dict[str, float]:
+        counts = sum((kept[-1][1] for kept in self._moments.values()), Counter[str]())
+        return {reason: real(tokens) for reason, tokens in counts.items()}
+
+    def between(self, start: float, end: float) -> dict[str, float]:
+        """Return the tokens of the seconds from `start` to `end`, at the rate of the records."""
+        found: dict[str, float] = {}
+        for kept in self._moments.values():
+            moments = [(start, Counter[str]()), *kept]
+            times = [time for time, _ in kept]
+            last = bisect_right(times, end)
+            if last == 0:
+                continue
+            # Records are further apart than short steps: at least one interval counts.
+            first = min(bisect_right(times, start), last - 1)
+            (began, before), (ended, after) = moments[first], moments[last]
+            if ended > began:
+                scale = (end - start) / (ended - began)
+                for reason, tokens in (after - before).items():
+                    found[reason] = found.get(reason, 0.0) + real(tokens) * scale
+        return found
+
+
+def _all_tokens(record: EnvCountsRecord) -> int:
+    return record.sent_tokens + sum(record.left_out_tokens.values())
 
 
 @dataclass
@@ -122,6 +179,8 @@ class RunState:
     )
     sums: dict[str, Series] = field(default_factory=lambda: {name: Series() for name in SUMS})
     """Per-step values that add up to figures of the whole run."""
+    thrown_away: ThrownAway = field(default_factory=ThrownAway)
+    """Tokens that the environments did not send."""
     syncs: Series = field(default_factory=Series)
     """Seconds of every publish, over weight versions."""
     transitions: deque[StateRecord] = field(default_factory=lambda: deque(maxlen=TRANSITIONS_KEPT))
@@ -151,6 +210,8 @@ class RunState:
             self._apply_trainer(record)
         elif isinstance(record, EvalRecord):
             self._apply_eval(record)
+        elif isinstance(record, EnvCountsRecord):
+            self.thrown_away.add(record)
         elif isinstance(record, EnvMetricsRecord):
             self._apply_env_metrics(record)
         elif isinstance(record, ComponentRecord):
@@ -246,6 +307,8 @@ class RunState:
         if record.engine_idle_fraction is not None:
             self.sums[IDLE_S].put(step, real(record.engine_idle_fraction) * seconds, time)
             self.sums[COUNTED_S].put(step, seconds, time)
+        if record.generated_tokens is not None:
+            self.sums[GENERATED].put(step, real(record.generated_tokens), time)
         if record.accepted_tokens_per_s is not None:
             self.sums[ACCEPTED].put(step, real(record.accepted_tokens_per_s) * seconds, time)
         if record.engine_capacity_used is not None:

@@ -12,7 +12,15 @@ from textual.widgets import Static
 from atropos_common.protocol.control import Role
 from atropos_common.protocol.trainer_records import AlignmentRecord
 from atropos_tui.diagnoses import ALIGNMENT_RULES
-from atropos_tui.monitor.bench import Pace, benchmark_state, pace, ratio, render_benchmarks
+from atropos_tui.monitor.bench import (
+    Pace,
+    benchmark_state,
+    pace,
+    ratio,
+    reasons_text,
+    render_benchmarks,
+    token_use,
+)
 from atropos_tui.monitor.format import bytes_text, duration, number, one_line, seconds_text
 from atropos_tui.monitor.overlay import summary
 from atropos_tui.monitor.why import silent_s
@@ -135,13 +143,26 @@ class Benchmark(TextPanel):
     def lines(self, view: View, width: int, height: int) -> list[Text]:
         # The most important figures first: a low panel cuts the end.
         speed = pace(view.state, view.info.training_steps)
-        return [*self._split(speed, width), *self._figures(view, speed)]
+        return [
+            *self._tokens(view, speed),
+            *self._split(speed, width),
+            *self._figures(view, speed),
+        ]
 
     def _line(self, label: str, value: str, rest: Text | str = "", tone: str = "") -> Text:
         line = self.labelled(label, _LABEL)
         line.append(f"{value:>{_VALUE}}", self.style(tone) if tone else None)
         words = rest if isinstance(rest, Text) else Text(rest, self.style("dim"))
         return line.append("  ").append_text(words)
+
+    def _tokens(self, view: View, speed: Pace) -> list[Text]:
+        use = token_use(view.state, view.info.gpu_count, speed.window)
+        if use is None:
+            return []
+        return [
+            self._line("accepted", number(use.accepted_per_s, 0), use.unit),
+            self._line("thrown away", f"{1 - use.accepted:.0%}", reasons_text(use.thrown_away)),
+        ]
 
     def _split(self, speed: Pace, width: int) -> list[Text]:
         lines = [self._line("step", seconds_text(speed.step_s))]
@@ -183,17 +204,15 @@ class Benchmark(TextPanel):
     def _mfu(self, speed: Pace) -> list[Text]:
         if speed.mfu_peak is None:
             return []
-        words = "of the dense peak"
+        words = "of dense peak"
         if speed.mfu is not None:
-            words += f", {speed.mfu:.1%} of 790 TFLOP/s"
+            words += f", {speed.mfu:.1%} of 790"
         return [self._line("MFU", f"{speed.mfu_peak:.1%}", words)]
 
     def _engine_use(self, speed: Pace) -> list[Text]:
         lines = []
         if speed.engine_capacity is not None:
-            words = "of the engine's tokens/s"
-            if speed.accepted_per_s is not None:
-                words += f", {number(speed.accepted_per_s, 0)} accepted"
+            words = "of the most tokens/s of the engine"
             lines.append(self._line("capacity", f"{speed.engine_capacity:.0%}", words))
         if speed.engine_idle is not None:
             idle = f"{speed.engine_idle:.0%}"
@@ -250,7 +269,10 @@ class Summary(VerticalScroll, Panel):
         self.border_title = title("Summary")
 
     def show(self, view: View) -> None:
-        mine = benchmark_state(view.state, run=view.info.name or "this run", mode=view.info.mode)
+        info = view.info
+        mine = benchmark_state(
+            view.state, run=info.name or "this run", mode=info.mode, gpus=info.gpu_count
+        )
         mine = replace(mine, exit_code=view.status.exit_code if view.status else None)
         # Two columns with a comparison, one without.
         text = render_benchmarks([mine, view.other] if view.other else [mine])

@@ -9,13 +9,21 @@ from textual.geometry import Size
 from atropos_common.protocol.control import Phase, RunStatus, State
 from atropos_common.protocol.record_base import SCHEMA_VERSION
 from atropos_common.protocol.records import DiagnosisRecord
-from atropos_tui.monitor.bench import Pace, pace
-from atropos_tui.monitor.format import GLYPHS, TONES, counted, duration, one_line, seconds_text
+from atropos_tui.monitor.bench import Pace, TokenUse, pace, reasons_text, token_use
+from atropos_tui.monitor.format import (
+    GLYPHS,
+    TONES,
+    counted,
+    duration,
+    number,
+    one_line,
+    seconds_text,
+)
 from atropos_tui.monitor.why import open_diagnoses
 from atropos_tui.ui.plot import progress_bar
 from atropos_tui.ui.widgets.panel import TextPanel, View
 
-ROOM_FOR_SHARES = 110  # width from which the header also shows the idle shares
+LEAST_BAR = 8  # cells of the progress bar that no figure takes
 
 
 class Header(TextPanel):
@@ -65,22 +73,31 @@ class Header(TextPanel):
             right = Text(f" {share:.0%}  " if steps else " ")
             if not _over(view) and speed.eta_s is not None and state.step:
                 right.append(f"ETA {duration(speed.eta_s)}  ", self.style("title"))
+            use = token_use(state, view.info.gpu_count, speed.window)
+            if use:
+                headline = f"{number(use.accepted_per_s, 0)} accepted {use.unit}  "
+                right.append(headline, self.style("title"))
             right.append(f"{seconds_text(speed.step_s)}/step", self.style("dim"))
-            if width >= ROOM_FOR_SHARES:
-                right.append(_shares(speed), self.style("dim"))
-        right.truncate(max(0, width - left.cell_len - 8), overflow="ellipsis")
+            # The figures that fit, most important first.
+            for words in _shares(speed, use):
+                if left.cell_len + right.cell_len + len(words) + 2 + LEAST_BAR <= width:
+                    right.append(f"  {words}", self.style("dim"))
+        right.truncate(max(0, width - left.cell_len - LEAST_BAR), overflow="ellipsis")
         room = max(0, width - left.cell_len - right.cell_len)
         filled = self.style("good" if _over(view) and share == 1 else "busy")
         bar = progress_bar(share, room, filled, self.style("track"))
         return left.append_text(bar).append_text(right)
 
 
-def _shares(speed: Pace) -> str:
+def _shares(speed: Pace, use: TokenUse | None) -> list[str]:
     # The idle share stands in while the capacity is unknown.
     known = {"trainer waits": speed.waiting, "capacity used": speed.engine_capacity}
     if speed.engine_capacity is None:
         known["engine idle"] = speed.engine_idle
-    return "".join(f"  {name} {value:.0%}" for name, value in known.items() if value is not None)
+    words = [f"{name} {value:.0%}" for name, value in known.items() if value is not None]
+    if use:
+        words.append(f"thrown away {1 - use.accepted:.0%}{reasons_text(use.thrown_away, ': ')}")
+    return words
 
 
 def standing(view: View) -> tuple[str, str, str]:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from atropos_common.protocol.records import parse_line
+from atropos_common.protocol.control import Role
+from atropos_common.protocol.record_base import Record
+from atropos_common.protocol.records import EnvCountsRecord, parse_line
 from atropos_common.protocol.trainer_records import (
     BenchmarkRecord,
     StepRecord,
@@ -21,9 +23,13 @@ from atropos_common.protocol.trainer_records import (
 from atropos_tui.monitor.bench import (
     benchmark_run,
     benchmark_runs,
+    benchmark_state,
     benchmarks_json,
     render_benchmarks,
+    token_use,
 )
+from atropos_tui.monitor.run.run_files import PlannedComponent, RunInfo
+from atropos_tui.monitor.run.state import RunState, ThrownAway
 from tests.support.run_maker import make_run, step_records, write_records
 
 
@@ -232,3 +238,101 @@ def test_the_two_idle_shares_are_means_by_seconds(tmp_path: Path) -> None:
     assert figures.waiting_share == row["waiting_share"] == pytest.approx(10 / 20)
     text = render_benchmarks([figures])
     assert "    Trainer waiting:       50%\n" in text and "    Engine idle:           55%\n" in text
+
+
+def _counts(at: float, **tokens: int) -> EnvCountsRecord:
+    return EnvCountsRecord(env="sums", time=at, sent=1, sent_tokens=0, left_out_tokens=tokens)
+
+
+def _steps(count: int, *, accepted: float, generated: int | None, **lost: int) -> list[Record]:
+    """Steps of two seconds, from second 2 on."""
+    base = {"data_wait_s": 1.0, "train_s": 1.0, "sync_s": 0.0, "checkpoint_s": 0.0}
+    records: list[Record] = []
+    for step in range(1, count + 1):
+        (made,) = [r for r in step_records(step, random.Random(1)) if isinstance(r, StepRecord)]
+        records += [
+            made.model_copy(update={"left_out_tokens": lost, "time": 2.0 * step}),
+            TimingRecord(
+                step=step,
+                time=2.0 * step,
+                step_s=2.0,
+                tokens_per_s=1.0,
+                accepted_tokens_per_s=accepted,
+                generated_tokens=generated,
+                **base,
+            ),
+        ]
+    return records
+
+
+def test_every_generated_token_is_accepted_or_thrown_away_for_a_reason() -> None:
+    state = RunState()
+    for record in [
+        *_steps(10, accepted=200.0, generated=1000, too_old=50, malformed=10),
+        _counts(0.0),
+        _counts(20.0, flat=4000, none=100),
+    ]:
+        state.apply(record)
+    use = token_use(state, 2)
+    assert use is not None and use.unit == "tokens/s/GPU"
+    assert use.accepted_per_s == 100.0 and use.accepted == pytest.approx(0.4)
+    assert use.thrown_away == pytest.approx(
+        {"flat": 0.4, "other": 0.13, "too_old": 0.05, "malformed": 0.01, "none": 0.01}
+    )
+    assert list(use.thrown_away)[:3] == ["flat", "other", "too_old"], "largest first"
+    assert use.accepted + sum(use.thrown_away.values()) == pytest.approx(1.0)
+    figures = benchmark_state(state, run="run", mode="none", gpus=2)
+    assert figures.accepted_tokens_per_s == 200.0
+    assert figures.accepted_tokens_per_s_per_gpu == 100.0
+    text = render_benchmarks([figures])
+    assert "  Accepted tokens/s/GPU:   100 (2 GPUs)\n" in text
+    assert "  Thrown away:             60%: flat 40%, other 13%, too old 5%" in text
+    assert "flat 40%" in render_benchmarks([figures, figures])
+    on_cpu = benchmark_state(state, run="run", mode="none")
+    assert on_cpu.accepted_tokens_per_s_per_gpu is None
+    assert "  Accepted tokens/s:       200\n" in render_benchmarks([on_cpu])
+
+
+def test_engines_that_do_not_count_leave_what_the_others_know() -> None:
+    state = RunState()
+    for record in [*_steps(5, accepted=300.0, generated=None, flat=200), _counts(3.0, none=1000)]:
+        state.apply(record)
+    use = token_use(state, 0)
+    assert use is not None and use.unit == "tokens/s" and use.accepted_per_s == 300.0
+    assert use.accepted == pytest.approx(3000 / 5000)
+    assert use.thrown_away == pytest.approx({"flat": 0.2, "none": 0.2})
+    assert token_use(RunState(), 1) is None
+
+
+def test_the_newest_steps_have_the_newest_rate_of_the_environments() -> None:
+    state = RunState()
+    for record in _steps(20, accepted=100.0, generated=None):
+        state.apply(record)
+    for at in range(0, 41, 5):  # nothing at first, then 100 tokens a second
+        state.apply(_counts(float(at), flat=max(0, at - 20) * 100))
+    use, whole = token_use(state, 1, 5), token_use(state, 1)
+    assert use is not None and use.accepted == pytest.approx(0.5)
+    assert whole is not None and whole.accepted == pytest.approx(4000 / 6000)
+
+
+def test_an_environment_that_restarts_counts_from_zero() -> None:
+    away = ThrownAway()
+    for at, tokens in enumerate([100, 200, 30, 60]):
+        away.add(_counts(float(at), flat=tokens))
+    assert away.total == {"flat": 260.0}
+    assert away.between(1.0, 3.0) == {"flat": 60.0}
+    assert away.between(2.5, 3.0) == {"flat": 15.0}
+    assert away.between(10.0, 12.0) == {"flat": 60.0}, "at the last known rate"
+
+
+def test_a_gpu_that_engine_and_trainer_share_counts_once() -> None:
+    def info(*gpus: tuple[str, tuple[int, ...]]) -> RunInfo:
+        parts = [
+            PlannedComponent(name=str(at), role=Role.ENGINE, node=node, gpus=own)
+            for at, (node, own) in enumerate(gpus)
+        ]
+        return RunInfo(components=parts)
+
+    assert info(("", (0,)), ("", (0,)), ("", ())).gpu_count == 1
+    assert info(("a", (0, 1)), ("b", (0,))).gpu_count == 3
+    assert info().gpu_count == 0

@@ -19,6 +19,7 @@ from atropos_common.protocol.record_base import Record
 from atropos_common.protocol.records import (
     DiagnosisRecord,
     EngineGauges,
+    EnvCountsRecord,
     EnvFlow,
     EvalRecord,
     GaugesRecord,
@@ -43,13 +44,15 @@ STEP: dict[str, Any] = {
     "weight_version": 3,
     "attempt": 1,
     "policy_lag_mean": 0.25,
+    "left_out_tokens": {"too_old": 5},
 }
 SECRET = "sk-live-0123456789abcdef"
 
 
 def write(run: RunDir, *records: Record) -> None:
     for record in records:
-        path = {"eval": run.root / "eval.sums.jsonl", "gauges": run.gauges_jsonl}.get(
+        sums = run.eval_jsonl("sums")
+        path = {"eval": sums, "env_counts": sums, "gauges": run.gauges_jsonl}.get(
             record.kind, run.telemetry_jsonl
         )
         with path.open("a") as file:
@@ -86,9 +89,9 @@ def values(families: dict[str, Metric], name: str) -> dict[tuple[str, ...], floa
 
 async def test_what_a_live_run_tells(launch: Any, free_port: int) -> None:
     crash = python("import sys; print('up', flush=True); sys.exit('boom ' + sys.argv[1])", SECRET)
-    bad = part("bad", crash, restart=RestartPolicy(backoff_s=60))
+    bad = part("bad", crash, restart=RestartPolicy(backoff_s=60), gpus=[0, 1])
     async with launch(
-        part("vllm", probes=ready()), bad, metrics=MetricsPolicy(port=free_port)
+        part("vllm", probes=ready(), gpus=[0]), bad, metrics=MetricsPolicy(port=free_port)
     ) as running:
         await running.until("vllm", "healthy")
         await running.until("bad", "backoff")
@@ -96,6 +99,7 @@ async def test_what_a_live_run_tells(launch: Any, free_port: int) -> None:
             running.run, StepRecord(step=1, **STEP), timing(1), StepRecord(step=2, rank=1, **STEP)
         )
         write(running.run, EvalRecord(env="sums", accuracy=0.75, policy_step=1))
+        write(running.run, EnvCountsRecord(env="sums", sent=1, left_out_tokens={"flat": 40}))
         write(
             running.run,
             GaugesRecord(
@@ -125,6 +129,10 @@ async def test_what_a_live_run_tells(launch: Any, free_port: int) -> None:
         assert values(families, "atropos_step_waiting_ratio") == {(): 0.75}
         assert values(families, "atropos_step_engine_capacity_ratio") == {(): 0.4}
         assert values(families, "atropos_accepted_tokens_per_second") == {(): 3.0}
+        assert values(families, "atropos_accepted_tokens_per_second_per_gpu") == {(): 1.5}
+        assert values(families, "atropos_accepted_tokens") == {(): 6.0}
+        thrown = values(families, "atropos_thrown_away_tokens")
+        assert thrown == {("", "too_old"): 5.0, ("sums", "flat"): 40.0}
         assert values(families, "atropos_env_engine_capacity_ratio") == {("math",): 0.25}
         assert values(families, "atropos_eval_accuracy_ratio") == {("sums", "held_out"): 0.75}
         assert values(families, "atropos_engine_requests_running") == {("vllm",): 4}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import random
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ from atropos_tui.ui.views import VIEWS
 from atropos_tui.ui.widgets.components import Components
 from tests.atropos_tui.ui.conftest import Screen, cockpit
 from tests.atropos_tui.ui.fakes import FakeControl
-from tests.support.run_maker import T0, gauges, live_status, make_run, write_records
+from tests.support.run_maker import T0, gauges, live_status, make_run, step_records, write_records
 
 NOW = T0 + 31 + 0.33 * 37 + 0.4
 
@@ -112,6 +113,32 @@ async def test_everything_that_matters_is_on_the_screen(run: RunDir, size: tuple
         for words in expected:
             await screen.shows(words)
         assert len(screen.text().splitlines()) == size[1]
+
+
+@pytest.mark.parametrize("width", [80, 120, 170])
+async def test_accepted_tokens_are_the_headline(run: RunDir, width: int) -> None:
+    plan = json.loads(run.plan_json.read_text())
+    plan["components"][2]["gpus"] = plan["components"][4]["gpus"] = [0]
+    run.plan_json.write_text(json.dumps(plan))
+    records = []
+    for step in range(38, 58):
+        step_record, _, timing, *_ = step_records(step, random.Random(step))
+        of_step = {"left_out_tokens": {"too_old": 300, "malformed": 100}}
+        of_timing = {"step_s": 1.0, "accepted_tokens_per_s": 4400.0, "generated_tokens": 10_000}
+        records += [
+            step_record.model_copy(update=of_step),
+            timing.model_copy(update=of_timing | {"mfu_peak": 0.41, "mfu": 0.51}),
+        ]
+    write_records(run.telemetry_jsonl, records, start=9000)
+    async with cockpit(run, (width, 45), FakeControl(live_status(run, NOW)), now) as screen:
+        await screen.shows("4,400 accepted tokens/s/GPU")
+        if width >= 170:
+            await screen.shows("thrown away 56%: other 52%, too old 3%, malformed 1%")
+        if width >= 120:
+            await screen.shows("trainer waits")
+        await screen.press("5")
+        await screen.shows("accepted        4,400  tokens/s/GPU")
+        await screen.shows("41.0%  of dense peak, 51.0% of 790")
 
 
 @pytest.mark.parametrize("size", [(20, 5), (1, 1), (40, 12), (300, 100)])

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from atropos_common.protocol.manifest import ManifestError, write_manifest
 from atropos_common.protocol.records import parse_line
-from atropos_common.protocol.trainer_records import StepRecord, table_of
+from atropos_common.protocol.trainer_records import StepRecord, TimingRecord, table_of
 from tests.support.nursery import TRAINER, forked
 from tests.trainer_core.stand_ins import (
     TOKEN,
@@ -287,6 +287,10 @@ def test_a_whole_run(
     assert sum(s.reward_mean for s in steps[-3:]) > sum(s.reward_mean for s in steps[:3]), (
         "it learns"
     )
+    timings = [r for r in records if isinstance(r, TimingRecord)]
+    for step, timing in zip(steps, timings, strict=True):
+        accepted = round((timing.accepted_tokens_per_s or 0.0) * timing.step_s)
+        assert accepted + step.left_out_tokens.get("flat", 0) == step.tokens
     assert all(s.policy_lag_max is not None and 0 <= s.policy_lag_max <= 3 for s in steps)
     alignments = [r for r in records if r.kind == "alignment"]
     assert all(a.verdict in ("ok", "drift") and a.probe_tokens == 32 for a in alignments)

@@ -14,6 +14,7 @@ from atropos_common.protocol.bridge import completion_digest
 from trainer_core.errors import MissingLogprobs
 from trainer_core.rollouts.batch import Baselines, Selection, group_advantages, read_batch
 from trainer_core.rollouts.packing import pack
+from trainer_core.rollouts.source import Lag, leave_out_by_lag
 
 
 def _group(**changes: Any) -> dict[str, Any]:
@@ -493,6 +494,23 @@ def test_left_out_and_counted() -> None:
     assert [len(r.tokens) for r in batch.rollouts] == [4]
     nothing = _group(masks=[[-100] * 5, [-100, -100, -100, 10]])
     assert _read(nothing).left_out == {"nothing generated": 1}
+
+
+def test_generated_tokens_that_do_not_train_are_counted_by_reason() -> None:
+    malformed = _group(scores=[float("nan"), 1.0])
+    batch = _read(malformed, _group(), _group(inference_logprobs=None), seq_len=4)
+    # The first sequence of the second and third group is too long.
+    assert batch.left_out_tokens == {"malformed": 3 + 1, "too_long": 2 + 2}
+    assert batch.trained_tokens == 1
+    flat = _read(_group(scores=[1.0, 1.0]), selection=Selection(drop_flat=True))
+    assert flat.left_out_tokens == {"flat": 3} and flat.trained_tokens == 0
+    cut = _read(_group(), selection=Selection(max_completion=2, overlong_mask=True))
+    assert cut.left_out_tokens == {"cut_off": 2} and cut.trained_tokens == 1
+    held, old, new = _read(_group()), Lag(3), Lag(0)
+    assert leave_out_by_lag(held, [old, new], {"unnamed": 2}) == [new]
+    assert held.left_out_tokens == {"too_old": 2} and held.trained_tokens == 1
+    held.absorb(flat)
+    assert held.left_out_tokens == {"too_old": 2, "flat": 3}
 
 
 def test_positive_logprobs_are_warned_about() -> None:

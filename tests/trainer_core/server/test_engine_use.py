@@ -86,3 +86,18 @@ def test_the_capacity_used_is_of_the_servers_that_know_theirs(
     engines.life[0] = "c"
     assert used(2, 10, 7900) == pytest.approx(0.5), "one began anew"
     assert used(2, None, None) is None, "nobody counts"
+
+
+def test_generated_tokens_are_counted_since_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = Engines(monkeypatch)
+
+    def generated(*tokens: int | None) -> int | None:
+        engines.now += 2
+        engines.tokens = list(tokens)
+        return engines.meter.measure().generated
+
+    assert generated(1000, 50) is None, "nothing to compare with"
+    assert generated(1500, 80) == 530
+    engines.life[0] = "c"
+    assert generated(40, 90) == 50, "a new server counts from 0"
+    assert generated(None, 100) == 10 and generated(None, None) is None
