@@ -102,6 +102,7 @@ VARIANTS: dict[str, dict[str, tuple[dict[str, Any], list[Patch]]]] = {
         "bf16 gradients": ({"gradient_dtype": "bfloat16"}, []),
         "rows of 32,768": ({"pack_tokens": 32_768}, []),
         "fp32 logits": ({"head_dtype": "float32"}, []),
+        "importance weights": ({"ratio_base": "proximal"}, []),
         "a compilation for each length": ({}, [static_shapes]),
         "one row": ({"pack_tokens": 49_152}, []),
         "rows of 32,768, 2^31 logits at a time": (
@@ -150,7 +151,7 @@ VARIANTS["qwen3-moe-8"] = VARIANTS["qwen3-30b-a3b"] = VARIANTS["tiny-moe"] = {
 }
 VARIANTS["tiny"] = {
     name: VARIANTS["qwen3-1.7b"][name]
-    for name in ("as it is", "logits kept", "bf16 gradients", "fp32 logits")
+    for name in ("as it is", "logits kept", "bf16 gradients", "fp32 logits", "importance weights")
 }
 KINDS = {
     "products": ("gemm", "nvjet", "cutlass", "cublas", "xmma", "splitk"),
