@@ -21,6 +21,7 @@ from pydantic import BaseModel
 
 from atropos_common.broadcast.transfer import TransferBackend, TransferUpdate
 from atropos_common.protocol.bridge import (
+    LOAD_PATH,
     ROUTING_FLAG,
     BridgeInfo,
     LoadWeightsRequest,
@@ -418,6 +419,12 @@ def make_router(
     @router.get("/bridge/info")
     async def info() -> BridgeInfo:
         return bridge.info()
+
+    @router.get(LOAD_PATH)
+    async def load() -> Any:
+        if bridge.capacity is None:
+            return error_response(501, "vLLM reports no load of its engine here")
+        return bridge.capacity.load()
 
     @router.get("/bridge/is_paused")
     async def is_paused() -> dict[str, bool]:

@@ -16,6 +16,8 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
+from atropos_common.protocol.bridge import EngineLoad
+
 # Least number and seconds of the steps in one sample: a busy server gets many steps at once, then
 # none for a while.
 STEPS, SAMPLE_S = 8, 0.5
@@ -38,6 +40,12 @@ MOST_EXTRAPOLATED = 32.0
 MOST_ERROR = 0.15
 # Weight of the newest step in the moving average of a sequence's share of the KV cache.
 NEWEST = 0.005
+# The knee is known once the most sequences seen are this times the fewest, and cost this share of a
+# step's time.
+CONTRAST, LEAST_GROWTH = 4.0, 0.25
+# At the knee 1 % more sequences make this many per cent more tokens a second: an eighth is left to
+# gain.
+KNEE_GAIN = 0.125
 
 
 @dataclass(frozen=True)
@@ -117,9 +125,9 @@ class StepCurve:
         best = max((point.rate for point in present), default=0.0)
         if most > MOST_EXTRAPOLATED * max(point.sequences for point in points):
             return None
-        seconds = _fitted(points, most, min(1.0, most * self._kv_share))
-        if seconds is not None:
-            return max(best, most / seconds)
+        parts = _fitted(points, most, min(1.0, most * self._kv_share))
+        if parts is not None:
+            return max(best, most / sum(parts))
         return best if any(each.sequences >= NEARLY_ALL * most for each in present) else None
 
     def _is_present(self, point: Point) -> bool:
@@ -128,9 +136,25 @@ class StepCurve:
             return True
         return abs(math.log(share / self._kv_share)) < math.log1p(SAME_LENGTH)
 
+    def knee(self) -> float | None:
+        """Sequences from which on more of them hardly raise tokens a second, at most `most`; None
+        while too little was seen."""
+        points = [point for each in self._bins.values() if (point := each.point())]
+        seen = [point.sequences for point in points]
+        if not seen or max(seen) < CONTRAST * min(seen):
+            return None
+        highest = max(seen)
+        parts = _fitted(points, highest, min(1.0, highest * self._kv_share))
+        if parts is None or parts[1] < LEAST_GROWTH * sum(parts):
+            return None
+        # The rate n / (a + b n) grows by a / (a + b n) per cent for each per cent of n.
+        fixed, each = parts[0], parts[1] / highest
+        return min(self.most, fixed / each * (1.0 / KNEE_GAIN - 1.0))
 
-def _fitted(points: list[Point], sequences: float, kv_use: float) -> float | None:
-    """Seconds of a step by a fit of relative errors; None if the points leave it open."""
+
+def _fitted(points: list[Point], sequences: float, kv_use: float) -> tuple[float, float] | None:
+    """Seconds of a step by a fit of relative errors, in a fixed part and one that grows with the
+    sequences; None if the points leave the sum open."""
     seconds = np.array([point.seconds for point in points])
     wanted = np.array([1.0, sequences, kv_use])
     seen = np.array([[1.0, point.sequences, point.kv_use] for point in points])
@@ -148,7 +172,9 @@ def _fitted(points: list[Point], sequences: float, kv_use: float) -> float | Non
     scatter = math.sqrt(float(((rows @ costs - target) ** 2).sum()) / max(1, len(points) - 2))
     variance = float(np.linalg.inv(rows.T @ rows).sum())
     error = max(NOISE, scatter) * math.sqrt(max(0.0, variance))
-    return float(costs.sum()) if error <= MOST_ERROR * costs.sum() else None
+    if error > MOST_ERROR * costs.sum():
+        return None
+    return float(costs[0]), float(costs[1] + costs[2])
 
 
 def _not_negative(rows: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -181,17 +207,20 @@ class EngineCapacity:
     """Tokens and step times of a server's engines."""
 
     def __init__(self, slots: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self._clock, self._slots = clock, slots
         self._curve = StepCurve(slots)
         # Time of each engine's last step; None if it has no work since. With data parallelism the
         # engines share one curve, and each adds its ceiling.
         self._ended: dict[int, float | None] = {}
         self.generated = 0
         """Tokens since the server began."""
+        self._last: dict[int, Step] = {}
 
     def step(self, step: Step) -> None:
         now, before = self._clock(), self._ended.get(step.engine)
         self.generated += step.tokens
+        if step.running is not None:
+            self._last[step.engine] = step
         if step.running and step.kv_use:
             self._curve.hold(step.running, step.kv_use)
         # The beginning of the first step after a time without work is not known.
@@ -203,3 +232,20 @@ class EngineCapacity:
         """Tokens a second of all engines; None while unknown."""
         one = self._curve.ceiling()
         return None if one is None else one * max(1, len(self._ended))
+
+    def knee(self) -> float | None:
+        """Sequences at the knee of all engines' curve, as `StepCurve.knee`."""
+        one = self._curve.knee()
+        return None if one is None else one * max(1, len(self._ended))
+
+    def load(self) -> EngineLoad:
+        """Return the state after the newest steps."""
+        last = list(self._last.values())
+        return EngineLoad(
+            running=sum(step.running or 0 for step in last),
+            waiting=sum(step.waiting or 0 for step in last),
+            kv_use=max((step.kv_use or 0.0 for step in last), default=0.0),
+            generated_tokens=self.generated,
+            slots=self._slots * max(1, len(self._ended)),
+            knee=self.knee(),
+        )

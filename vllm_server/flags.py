@@ -19,7 +19,7 @@ LOGPROBS_MODE = "processed_logprobs"
 SHUTDOWN_TIMEOUT_S = 2
 WORKER_EXTENSION = "vllm_server.plugin.AtroposWorkerExtension"
 # Polled routes that stay out of the access log.
-QUIET_ROUTES = "/health,/health_generate,/metrics,/bridge/info,/bridge/versions"
+QUIET_ROUTES = "/health,/health_generate,/metrics,/engine/load,/bridge/info,/bridge/versions"
 
 
 def machines(args: Namespace) -> int:

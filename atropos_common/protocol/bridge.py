@@ -9,7 +9,10 @@
     POST /bridge/routing   RoutingRequest      -> RoutingResponse
     POST /lora/load        LoadAdapterRequest  -> AdapterInfo     sets the version
 
-Each request carries the run's token. One that names another server in `INSTANCE_HEADER` gets 503.
+    GET  /engine/load                          -> EngineLoad
+
+Each request but the last carries the run's token. One that names another server in
+`INSTANCE_HEADER` gets 503.
 """
 
 from __future__ import annotations
@@ -47,6 +50,7 @@ METRIC_CAPACITY = "atropos:capacity_tokens_per_second"
 """The engine's largest token rate; missing while it is unknown."""
 METRIC_VERSION = "atropos:weight_version"
 """Answering weight version; missing before the first."""
+LOAD_PATH = "/engine/load"
 GONE_STATUS = 503
 """Status of a server that cannot act now: wait for it or its successor."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -113,6 +117,22 @@ class BridgeInfo(BridgeMessage):
     """It answers `/bridge/routing`."""
     eager_because: str | None = None
     """Why the server gave up CUDA graphs; None if it did not."""
+
+
+class EngineLoad(BridgeMessage):
+    """Answer of `GET /engine/load`, over all engines of a server."""
+
+    running: int
+    """Sequences in computation after the newest step."""
+    waiting: int
+    kv_use: float
+    """Share of the KV cache, 0 to 1."""
+    generated_tokens: int
+    """Tokens since its start."""
+    slots: int
+    """Largest number of sequences at a time."""
+    knee: float | None
+    """Sequences from which on more of them hardly raise tokens a second; None while unknown."""
 
 
 class PauseRequest(BridgeMessage):

@@ -208,6 +208,14 @@ class EnvCountsRecord(Record):
     awaited: float | None = None
     """Share of the time in which a batch waited for this environment; None if alone."""
     curriculum: CurriculumCounts | None = None
+    target_sequences: Number | None = None
+    """Completions in flight that the environment aims at; None: its workers decide."""
+    knee_sequences: Number | None = None
+    """Completions from which on more of them hardly raise tokens a second; None: unknown."""
+    concurrency: str | None = None
+    """Bound on the completions in flight, a `Phase` of `atropos_envs.hosting.concurrency`."""
+    batches_ahead: int | None = None
+    """Limit of batches that groups in flight and in the queue may fill."""
 
 
 class EnvMetricsRecord(Record):
@@ -291,6 +299,10 @@ class EnvFlow(Figures):
     free_slots: Amount | None = None
     group_size: Count | None = None
     awaited: Amount | None = None
+    target_sequences: Amount | None = None
+    knee_sequences: Amount | None = None
+    concurrency: str | None = None
+    batches_ahead: Count | None = None
 
 
 class GaugesRecord(Record):

@@ -31,6 +31,15 @@ from atropos_common.protocol.records import (
 from atropos_common.protocol.stages import REGISTERED, SET_UP, reach
 from atropos_common.system.run_dir import ENV_ENGINE_URLS, ENV_REFILL, ENV_RUN_KEY
 from atropos_envs import Dismissed, EnvFault
+from atropos_envs.hosting.concurrency import (
+    LOOK_S,
+    Concurrency,
+    GroupMeter,
+    LoadReader,
+    batches_ahead,
+    every,
+    from_environment,
+)
 from atropos_envs.hosting.curriculum import curriculum_of, key_of
 from atropos_envs.hosting.engine_client import EngineGate, EngineRefused, begin_group
 from atropos_envs.hosting.evaluation import EvalLog, Tally, component_name, eval_path
@@ -147,11 +156,15 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         self._registration = Registration(config.rollout_server_url, self.component)
         engines = os.environ.get(ENV_ENGINE_URLS, "").split()
         self._gate = EngineGate(engines, self._registration.http)
+        self._loads = LoadReader(engines, self._registration.http)
 
         # Rollouts and queue. With `min_batch_allocation` atroposlib divides the batch and bounds
         # the workers itself.
         refills = os.environ.get(ENV_REFILL) != "0" and config.min_batch_allocation is None
         self.queue_slots = QueueSlots() if refills else None
+        self.concurrency: Concurrency | None = None
+        """Set at the registration, which tells the batch size."""
+        self._group_meter = GroupMeter(config.group_size)
         self.num_steps: int | None = None
         self.status_dict: dict[str, Any] = {}
         self._adding_workers = asyncio.Lock()
@@ -193,7 +206,8 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         # BaseEnv handles no signals: the process would die with its share still reserved.
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._dismiss, number)
-        watchers = [asyncio.create_task(each) for each in (self._watch_queue(), self._gate.watch())]
+        work = (self._watch_queue(), self._gate.watch(), every(LOOK_S, self._steer))
+        watchers = [asyncio.create_task(each) for each in work]
         self._began_at = time.monotonic()
         try:
             await super().env_manager()
@@ -287,7 +301,9 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             if isinstance(group, dict):
                 # The trainer counts by the environment's name and applies its lag bound.
                 if isinstance(params := group.get("generation_params") or {}, dict):
-                    ahead = self.config.max_batches_offpolicy
+                    # A constant, while `max_batches_offpolicy` follows the groups in flight.
+                    steered = self.concurrency
+                    ahead = steered.ahead if steered else self.config.max_batches_offpolicy
                     signed = {"env": self.component, "max_batches_offpolicy": ahead}
                     group["generation_params"] = signed | params
                 convert(group)
@@ -410,7 +426,14 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             if self._stopping:
                 return
             status = self.status_dict
-            seen, wanted = status["queue_size"], max(self.queue_slots.wanted(), len(self.workers))
+            most = None
+            if self.concurrency is not None:
+                most = self._group_meter.groups(self.concurrency.target)
+                # BaseEnv cancels rollouts above this limit; a lower target only starts no more.
+                waiting = self.queue_slots.waiting
+                self.max_num_workers = max(most + waiting, len(self.workers))
+            wanted = max(self.queue_slots.wanted(most), len(self.workers))
+            seen = status["queue_size"]
             # BaseEnv starts workers up to the slots that it computes from `queue_size`; pretend a
             # size for which that is `wanted`.
             status["queue_size"] = self._all_slots() - wanted
@@ -422,6 +445,33 @@ class Hosted(BaseEnv):  # type: ignore[misc]
 
     def _all_slots(self) -> int:
         return self.config.max_batches_offpolicy * self.derived_batch_size // self.config.group_size
+
+    async def _steer(self) -> None:
+        """Move the number of sequences in flight, and the queue slots for them."""
+        if self.concurrency is None or self.queue_slots is None:
+            return
+        load = await self._loads.read()
+        if load is not None:
+            own = self._in_engine()
+            if self.concurrency.share == 1.0 or own is None:
+                # The engine knows which completions of a group have ended.
+                own = float(load.running + load.waiting)
+            self._group_meter.add(own, self.queue_slots.making)
+            self.concurrency.look(load, own, time.monotonic())
+        batch = self.derived_batch_size // self.config.group_size
+        groups = self._group_meter.groups(self.concurrency.target)
+        self.config.max_batches_offpolicy = batches_ahead(
+            groups, self.queue_slots.flat_share, batch, self.concurrency.ahead
+        )
+        # The manager's next round meets and reports the same error.
+        with suppress(Exception):
+            await self.add_train_workers()
+
+    def _in_engine(self) -> float | None:
+        # Server classes of other authors have no such counts.
+        servers = self.server.servers
+        known = [server.under_way for server in servers if hasattr(server, "under_way")]
+        return float(sum(known)) if known else None
 
     async def _watch_queue(self) -> None:
         """Start the next batch's groups as soon as the trainer takes a batch."""
@@ -475,14 +525,12 @@ class Hosted(BaseEnv):  # type: ignore[misc]
     async def env_step_checks(self) -> None:
         """Evaluate at BaseEnv's intervals, and write a progress line."""
         await super().env_step_checks()
-        # Server classes of other authors have no such counts.
         servers = self.server.servers
-        in_engine = [server.under_way for server in servers if hasattr(server, "under_way")]
         self._worker_meter.add(
             len(self.workers),
             self.queue_slots,
             awaited=self._awaited,
-            in_engine=sum(in_engine) if in_engine else None,
+            in_engine=self._in_engine(),
         )
         requests = sum(getattr(server, "asked", 0) for server in servers)
         news = self.tally.news() or requests != self._requests_before
@@ -499,9 +547,19 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             self._summary_at = time.monotonic()
 
     # Workers and queue slots, as fields of an `env_counts` record.
-    def _bounds(self) -> dict[str, float]:
+    def _bounds(self) -> dict[str, Any]:
         slots = {} if self.queue_slots is None else {"queue_slots": self.queue_slots.all}
-        known = {"max_workers": self.max_num_workers, "group_size": self.config.group_size}
+        known: dict[str, Any] = {
+            "max_workers": self.max_num_workers,
+            "group_size": self.config.group_size,
+        }
+        if steered := self.concurrency:
+            known |= {
+                "target_sequences": steered.target,
+                "knee_sequences": steered.knee,
+                "concurrency": steered.phase,
+                "batches_ahead": steered.ahead,
+            }
         return self._worker_meter.take() | slots | known
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -565,6 +623,8 @@ class Hosted(BaseEnv):  # type: ignore[misc]
 
     async def get_server_info(self) -> None:
         await super().get_server_info()
+        if self.queue_slots is not None:
+            self.concurrency = from_environment(os.environ, max(1, self.config.batch_size))
         reach(REGISTERED)
         log.info("registered as environment %d at step %d", self.env_id, self.curr_step)
 

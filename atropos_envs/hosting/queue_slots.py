@@ -117,9 +117,21 @@ class QueueSlots:
         # One more in the denominator keeps the share below 1, and low while little is measured.
         return sum(self._flat) / (len(self._flat) + 1)
 
-    def wanted(self) -> int:
-        """Return the number of groups to have in flight, spare groups included."""
+    @property
+    def making(self) -> int:
+        """Groups that are not finished."""
+        return sum(not group.made for group in self._groups)
+
+    def wanted(self, most: int | None = None) -> int:
+        """Return the number of groups to have in flight, spare groups included.
+
+        Args:
+            most: limit of unfinished groups; None: no limit, and few spare groups.
+        """
         made = sum(group.made for group in self._groups)
+        if most is not None:
+            # The limit bounds what spare groups can waste.
+            return made + min(most, enough(self.open_slots - made, self.flat_share))
         # Spare groups fill the last slots of a batch. With several batches ahead a slot that a flat
         # group leaves is filled while other batches wait, and most spare groups would be wasted.
         return made + enough(self.open_slots - made, self.flat_share if self._ahead <= 1 else 0.0)
@@ -177,7 +189,7 @@ class WorkerMeter:
         slots: QueueSlots | None,
         *,
         awaited: bool | None,
-        in_engine: int | None,
+        in_engine: float | None,
     ) -> None:
         """Add a sample; None for values that are unknown.
 

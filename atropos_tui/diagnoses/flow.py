@@ -51,6 +51,16 @@ BOUNDS = {
     "in_engine": "in_engine",
 }
 """Field of an `env_counts` record -> field of `EnvFlow`."""
+NEWEST = {
+    "max_workers",
+    "queue_slots",
+    "group_size",
+    "target_sequences",
+    "knee_sequences",
+    "concurrency",
+    "batches_ahead",
+}
+"""Fields of an `env_counts` record that `EnvFlow` has too."""
 BOUNDS_S = 12.0
 """Age limit of averaged records, in seconds."""
 
@@ -342,19 +352,15 @@ class FlowWatch:
         )
 
 
-def _bounds(records: Sequence[EnvCountsRecord]) -> dict[str, float]:
-    """Mean workers and queue slots, as fields of `EnvFlow`."""
+def _bounds(records: Sequence[EnvCountsRecord]) -> dict[str, Any]:
+    """Mean workers and queue slots, and what was newest, as fields of `EnvFlow`."""
     records = [record for record in records if record.workers is not None]
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {}
     for name, field_ in BOUNDS.items():
         known = [float(value) for record in records if (value := getattr(record, name)) is not None]
         if known:
             found[field_] = sum(known) / len(known)
-    newest = (
-        records[-1].model_dump(include={"max_workers", "queue_slots", "group_size"})
-        if records
-        else {}
-    )
+    newest = records[-1].model_dump(include=NEWEST) if records else {}
     return found | {name: value for name, value in newest.items() if value is not None}
 
 

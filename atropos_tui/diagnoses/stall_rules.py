@@ -12,6 +12,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from atropos_common.protocol.control import Role, State
 from atropos_common.protocol.records import FLAT
@@ -144,7 +145,7 @@ class Flow:
     """Tokens per second that the engine can generate."""
     streak: Counter[str] = field(default_factory=Counter)
     """Left-out groups since the last accepted one, by reason."""
-    bounds: Mapping[str, float] = field(default_factory=dict)
+    bounds: Mapping[str, Any] = field(default_factory=dict)
     """Workers and queue slots, as fields of `EnvFlow`."""
 
     @property

@@ -110,9 +110,10 @@ class Run:
     def shares_gpus(self) -> bool:
         return self.has_gpus and self.status.mode in SHARED_MODES
 
-    @property
-    def offpolicy(self) -> str:
+    def offpolicy(self, flow: EnvFlow | None) -> str:
         """Value of env.max_batches_offpolicy."""
+        if flow and flow.batches_ahead:
+            return str(flow.batches_ahead)
         return self.option(Role.ENV, "--env.max_batches_offpolicy") or "1"
 
 
@@ -156,11 +157,14 @@ def limit(run: Run) -> Limit | None:
 
 # Limit: the environment sends too few requests.
 
-Bound = Literal["slots", "workers", "unknown"]
+Bound = Literal["slots", "workers", "target", "unknown"]
 
 
 def bound(flow: EnvFlow | None) -> Bound:
     """Return the bound on an environment's groups in flight."""
+    if flow and flow.concurrency:
+        # The environment follows its engine, and knows its bound.
+        return "slots" if flow.concurrency == "queue slots" else "target"
     if flow is None or flow.busy_workers is None or not flow.max_workers:
         return "unknown"
     if flow.busy_workers >= ALL_BUSY * flow.max_workers:
@@ -207,7 +211,7 @@ def _by_slots(run: Run, found: Rates) -> tuple[str, str]:
     workers = f" (on average {flow.busy_workers:.0f} of {flow.max_workers} workers are busy)"
     return (
         f"limited by the queue slots of {found.env}{room}{workers}",
-        f"raise env.max_batches_offpolicy above {run.offpolicy} (policy lag grows with it); "
+        f"raise env.max_batches_offpolicy above {run.offpolicy(flow)} (policy lag grows with it); "
         "more env.max_num_workers change nothing",
     )
 
@@ -218,11 +222,19 @@ def _more_work(run: Run, flow: EnvFlow | None, binding: Bound, *, own_work: bool
     slots = flow.queue_slots if flow else None
     # More workers alone would wait for a queue slot.
     if binding == "workers" and slots and flow and flow.max_workers and slots <= flow.max_workers:
-        workers += f" together with env.max_batches_offpolicy (now {run.offpolicy})"
+        workers += f" together with env.max_batches_offpolicy (now {run.offpolicy(flow)})"
     elif binding == "slots":
-        workers = f"raise env.max_batches_offpolicy above {run.offpolicy}"
+        workers = f"raise env.max_batches_offpolicy above {run.offpolicy(flow)}"
+    elif binding == "target" and flow:
+        workers = _more_sequences(flow)
     faster = "make its scoring faster"
     return f"{faster}, or {workers}" if own_work else f"{workers}, or {faster}"
+
+
+def _more_sequences(flow: EnvFlow) -> str:
+    if flow.concurrency == "rising":
+        return "wait: the sequences in flight still rise to what the engine needs"
+    return f"set [env] concurrency above {flow.target_sequences or 0.0:.0f} sequences"
 
 
 # Limit: the engine, the trainer, or both in turns.
@@ -239,8 +251,9 @@ def _by_engine(run: Run, found: Rates) -> Limit:
     if found.flow and found.flow.slots:
         running, slots = found.flow.running or 0.0, found.flow.slots
         full = f" with {running:.0f} of {slots:.0f} possible sequences"
-        if running < HAS_ROOM * slots and bound(found.flow) != "workers":
-            lag = f"env.max_batches_offpolicy above {run.offpolicy} (policy lag grows with it)"
+        if running < HAS_ROOM * slots and bound(found.flow) not in ("workers", "target"):
+            above = run.offpolicy(found.flow)
+            lag = f"env.max_batches_offpolicy above {above} (policy lag grows with it)"
             do.insert(0, f"more at a time: {lag}")
     used = f"busy {1.0 - found.idle:.0%} of the time"
     if found.capacity is not None:
@@ -282,7 +295,8 @@ def _faster_step(run: Run, part: str) -> str:
 
 def _by_turns(run: Run, found: Rates) -> Limit:
     shares = f"the trainer waits {found.waiting:.0%}, the engine idles {found.idle:.0%}"
-    do = f"raise env.max_batches_offpolicy above {run.offpolicy} to overlap them"
+    above = run.offpolicy(found.flow)
+    do = f"raise env.max_batches_offpolicy above {above} to overlap them"
     return Limit(f"trainer and engine take turns: {shares}", f"{do} (policy lag rises with it)")
 
 

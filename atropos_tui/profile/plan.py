@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,12 @@ from atropos_common.protocol.bridge import (
 )
 from atropos_common.protocol.control import Role
 from atropos_common.system.run_dir import (
+    ENV_AHEAD,
     ENV_API_URL,
     ENV_CHECKPOINTS,
+    ENV_CONCURRENCY,
     ENV_CURRICULUM,
+    ENV_ENGINE_SHARE,
     ENV_ENGINE_URLS,
     ENV_HOLD_GENERATION,
     ENV_LOGDIR,
@@ -47,6 +51,7 @@ from atropos_tui.profile.sections import (
     EnvSection,
     ExtraSection,
     PrepareSection,
+    Profile,
 )
 from atropos_tui.profile.site import (
     Site,
@@ -62,6 +67,7 @@ from atropos_tui.profile.site import (
     trainer_placements,
     trainer_ranks,
     training_config,
+    traits_of,
 )
 from atropos_tui.profile.source import is_hostable
 from atropos_tui.profile.spec import (
@@ -107,6 +113,9 @@ RUNNER = "atropos_envs.hosting.runner"
 """Program that runs environments of other packages."""
 WORKER_FLAGS = {"env.max_num_workers", "env.max_num_workers_per_node"}
 """Flags that limit the groups in flight; if one is set, the plan sets no limit."""
+AHEAD_FLAG, SHARE_FLAG = "env.max_batches_offpolicy", "env.min_batch_allocation"
+MOST_AHEAD = 4
+"""Default of `AHEAD_FLAG` where the number of sequences in flight follows the engine."""
 LORA_SLOTS = 2
 """The newest adapter, and the one of completions still in flight."""
 WANDB_ID_LENGTH = 64
@@ -516,6 +525,7 @@ def _environment(
         command = [*program, "serve", *config, *site.texts(_flags(flags, explicit_booleans=True))]
     # Only the hosted runner reads the limit of sequences; a user's own worker flags have priority.
     derives_workers = RUNNER in command and not WORKER_FLAGS & section.args.keys()
+    steered = _concurrency(site, section, settings) if is_hosted(command) else {}
     return _spec(
         site,
         section,
@@ -526,7 +536,8 @@ def _environment(
         | {ENV_ENGINE_URLS: " ".join(urls)}
         | ({ENV_SEQUENCES: str(sequences_in_flight(site, section))} if derives_workers else {})
         | ({} if section.refill else {ENV_REFILL: "0"})
-        | ({} if section.curriculum == "none" else {ENV_CURRICULUM: section.curriculum}),
+        | ({} if section.curriculum == "none" else {ENV_CURRICULUM: section.curriculum})
+        | steered,
         depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
         stages=[HOSTED_STAGE, *ENV_STAGES] if is_hosted(command) else ENV_STAGES,
         place=site.place(env_node(site.profile, section)),
@@ -538,14 +549,59 @@ def _environment(
 def sequences_in_flight(site: Site, env: EnvSection) -> int:
     """Limit of completions in flight for an environment: its share of what its engines compute
     at a time."""
-    # Environments that share an engine share its sequences equally.
-    users = Counter(
-        engine.name for each in site.profile.env for engine in env_engines(site.profile, each)
-    )
+    users = _engine_users(site.profile)
     return sum(
         engine.flag_number("max-num-seqs", MOST_SEQUENCES) // users[engine.name]
         for engine in env_engines(site.profile, env)
     )
+
+
+# Environments that share an engine share its sequences equally.
+def _engine_users(profile: Profile) -> Counter[str]:
+    return Counter(engine.name for each in profile.env for engine in env_engines(profile, each))
+
+
+def _concurrency(site: Site, env: EnvSection, settings: TrainingConfig) -> dict[str, str]:
+    """Variables with which an environment keeps its engines busy; none if the profile sets its
+    workers or its batches ahead by hand."""
+    profile, given = site.profile, _env_settings(site, env)
+    ahead = given.get(AHEAD_FLAG, MOST_AHEAD)
+    if most := settings.max_policy_lag:
+        # The bound that follows from `ahead` batches is twice as many versions.
+        ahead = min(ahead, max(1, most // 2))
+    by_hand = (WORKER_FLAGS | {SHARE_FLAG}) & given.keys()
+    # A trainer of another project may correct for no lag, and an engine that restarts every few
+    # steps ends what is in flight.
+    unfit = profile.trainer.command or traits_of(profile).restarts_engine
+    if by_hand or unfit or ahead == 1 or not env.refill or settings.max_policy_lag == 0:
+        return {}
+    engines, users = env_engines(profile, env), _engine_users(profile)
+    share = sum(1.0 / users[engine.name] for engine in engines) / len(engines)
+    return {
+        ENV_CONCURRENCY: str(env.concurrency),
+        ENV_AHEAD: str(ahead),
+        ENV_ENGINE_SHARE: f"{share:g}",
+    }
+
+
+def _env_settings(site: Site, env: EnvSection) -> dict[str, Any]:
+    """Settings of an environment by flag: those of its YAML file, then those of the profile."""
+    found: dict[str, Any] = {}
+    if env.config:
+        import yaml  # type: ignore[import-untyped]
+
+        # The checks report a file that cannot be read.
+        with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
+            data = yaml.safe_load(config_file(site.path(env.config)).read_text(encoding="utf-8"))
+            if isinstance(data, dict) and isinstance(data.get("env"), dict):
+                found = {f"env.{key}": value for key, value in data["env"].items()}
+    known = found | env.args
+    # Numbers only: the checks report anything else.
+    return {
+        key: value
+        for key, value in known.items()
+        if key != AHEAD_FLAG or (isinstance(value, int) and value >= 1)
+    }
 
 
 def _environment_program(section: EnvSection, site: Site) -> list[str]:

@@ -125,6 +125,20 @@ def test_an_engine_that_was_full_has_the_best_rate_seen() -> None:
     assert curve(64, [60]).ceiling() == pytest.approx(60 / (FIXED_S + EACH_S * 60), rel=0.03)
 
 
+@pytest.mark.parametrize("seen", [[1, 4, 16, 60], [32, 64, 128, 256, 440]])
+def test_the_knee_is_where_an_eighth_of_the_rate_is_left_to_gain(seen: list[int]) -> None:
+    knee = curve(1024, seen).knee()
+    assert knee == pytest.approx(7 * FIXED_S / EACH_S, rel=0.1)
+    rate = knee / (FIXED_S + EACH_S * knee)
+    assert rate == pytest.approx(0.875 / EACH_S, rel=0.03), "seven eighths of the highest rate"
+    assert curve(256, seen).knee() == 256, "no more can run at a time"
+
+
+@pytest.mark.parametrize("seen", [[60], [40, 60], [1, 2, 4]])
+def test_a_few_numbers_of_sequences_tell_no_knee(seen: list[int]) -> None:
+    assert curve(1024, seen).knee() is None
+
+
 def test_a_cache_that_holds_fewer_sequences_lowers_the_ceiling() -> None:
     found = curve(1024, [1, 4, 16, 60])
     at_1024 = found.ceiling()
@@ -192,7 +206,10 @@ def test_steps_are_heard_as_vllm_tells_them() -> None:
     assert compat.hear_steps(engine, heard.append)
     scheduler = SimpleNamespace(num_running_reqs=3, num_waiting_reqs=1, kv_cache_usage=0.25)
     loggers[0].record(
-        scheduler, SimpleNamespace(num_generation_tokens=3), mm_cache_stats=None, engine_idx=1
+        scheduler,
+        SimpleNamespace(num_generation_tokens=3),
+        mm_cache_stats=None,
+        engine_idx=1,
     )
     loggers[0].record(scheduler, None, mm_cache_stats=None, engine_idx=1)
     loggers[0].record(

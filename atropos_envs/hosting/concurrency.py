@@ -1,0 +1,215 @@
+"""Number of completions in flight: kept at the knee of the engines' throughput curve.
+
+Below the knee an engine generates fewer tokens a second than it could; above it, more sequences
+only take longer each, and train later. The engine measures its own curve (`EngineLoad.knee`).
+`Concurrency` starts with one batch, raises the number of sequences until the engine knows the knee,
+and follows it. A queue at the engine or a full cache ends the rise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import aiohttp
+from pydantic import ValidationError
+
+from atropos_common.net.http import key_headers
+from atropos_common.protocol.bridge import LOAD_PATH, EngineLoad
+from atropos_common.system.run_dir import ENV_AHEAD, ENV_CONCURRENCY, ENV_ENGINE_SHARE
+
+log = logging.getLogger(__name__)
+
+# Seconds between two looks at the engines.
+LOOK_S = 1.0
+LOOK_TIMEOUT = aiohttp.ClientTimeout(total=2)
+# Factor and interval of the rise. An interval fills two samples of the engine's curve.
+RISE, RISE_S = 1.5, 3.0
+# Share of the target that must be in flight before it rises: else something else is the bound.
+REACHED = 0.8
+# A target that has reached the knee moves only if the knee moves by more than this share, at most
+# once in the interval.
+DEAD_BAND, SETTLED_S = 0.15, 10.0
+# Share of its slots or of its cache from which on an engine is full.
+FULL = 0.95
+# If it is full in two looks, this share of what runs is the limit. It grows by `REGROWTH` at the
+# end of each interval, since lengths change.
+EASE, EASED_S, REGROWTH = 0.9, 60.0, 1.05
+# Limit of the target at the start: an engine knows its knee once it has seen four times as many.
+FIRST = 32
+# Share of the running sequences above which waiting ones are a queue. Requests that arrive between
+# two steps wait for a moment.
+QUEUED = 0.1
+# Weight of a new look in the mean number of sequences of a group.
+SMOOTHING = 0.2
+
+Phase = Literal["fixed", "rising", "knee", "engine full", "cache full", "queue slots"]
+"""Bound on the completions in flight. fixed: the profile's number. rising: the knee is not known
+yet. knee: more would hardly add tokens a second. engine full: the engine computes no more at a
+time. cache full: the KV cache holds no more. queue slots: the lag bound allows no more groups."""
+
+
+@dataclass
+class Concurrency:
+    """Target of one environment, in sequences."""
+
+    first: int
+    """Target at the start."""
+    ahead: int
+    """Limit of batches that groups in flight and in the queue may fill."""
+    share: float = 1.0
+    """Part of the engines that is this environment's."""
+    fixed: bool = False
+    """The target is the profile's number."""
+    target: float = field(init=False)
+    phase: Phase = field(init=False)
+    knee: float | None = None
+    """This environment's part of the engines' knee, in sequences."""
+    _moved_at: float = -math.inf
+    _limit: float = math.inf
+    _full: Phase = "engine full"
+    """Reason of the limit; without one the engine's slots are it."""
+    _eased_at: float = -math.inf
+    _full_before: Phase | None = None
+
+    def __post_init__(self) -> None:
+        self.target, self.phase = float(self.first), "fixed" if self.fixed else "rising"
+
+    def look(self, load: EngineLoad, own: float, now: float) -> None:
+        """Move the target.
+
+        Args:
+            load: sum over the engines.
+            own: this environment's sequences in flight.
+            now: monotonic seconds.
+        """
+        self.knee = None if load.knee is None else load.knee * self.share
+        if self.fixed:
+            return
+        if full := self._pressure(load):
+            self.phase = self._full = full
+            self._full_before, self._eased_at = None, now
+            self._limit = max(self.first, EASE * min(self.target, load.running * self.share))
+            self._move(self._limit, now)
+            return
+        if now - self._eased_at >= EASED_S:
+            self._limit, self._eased_at = self._limit * REGROWTH, now
+        most = min(load.slots * self.share, self._limit)
+        goal = min(most, math.inf if self.knee is None else self.knee)
+        # At a limit the target follows its slow growth.
+        band = 0.0 if self.phase == self._full else DEAD_BAND
+        if self.target < goal * (1.0 - band):
+            # The engine needs a while at each level to measure its rate there.
+            if now - self._moved_at >= RISE_S and own >= REACHED * self.target:
+                self._move(min(goal, RISE * self.target), now)
+            if self._limit == math.inf or goal < most:
+                self.phase = "rising" if own >= REACHED * self.target else "queue slots"
+            return
+        if self.target > goal * (1.0 + DEAD_BAND) and now - self._moved_at >= SETTLED_S:
+            self._move(goal, now)
+        self.phase = "knee" if self.knee is not None and self.knee < most else self._full
+
+    # Preemptions are no sign: each publish preempts all that runs, to compute its keys and values
+    # with the new weights.
+    def _pressure(self, load: EngineLoad) -> Phase | None:
+        """Return what is full in this look and the one before it."""
+        queued = load.waiting > QUEUED * load.running and load.running >= FULL * load.slots
+        found: Phase | None = "cache full" if load.kv_use >= FULL else None
+        found = found or ("engine full" if queued else None)
+        before, self._full_before = self._full_before, found
+        return found if before is not None else None
+
+    def _move(self, target: float, now: float) -> None:
+        if round(target) != round(self.target):
+            log.info("%.0f sequences in flight (before: %.0f): %s", target, self.target, self.phase)
+        self.target, self._moved_at = target, now
+
+
+class GroupMeter:
+    """Mean number of sequences in flight of a group that is being made."""
+
+    # Short completions of a group end before its long ones, and a group that is scored or uses a
+    # tool has none in flight. So more groups are needed than the target divided by their size.
+    def __init__(self, group_size: int) -> None:
+        self._size = group_size
+        self.mean = float(group_size)
+
+    def add(self, sequences: float, groups: int) -> None:
+        if groups > 0:
+            now = min(self._size, max(0.25 * self._size, sequences / groups))
+            self.mean += SMOOTHING * (now - self.mean)
+
+    def groups(self, sequences: float) -> int:
+        """Return the number of groups that have `sequences` in flight."""
+        return max(1, round(sequences / self.mean))
+
+
+def batches_ahead(groups: int, flat_share: float, batch: int, most: int) -> int:
+    """Return how many batches of `batch` groups need queue slots for `groups` in flight.
+
+    One batch more than the useful ones among them fill, so that a full queue stops no group while
+    the trainer takes its next batch.
+    """
+    return max(1, min(most, math.ceil(groups * (1.0 - flat_share) / max(1, batch)) + 1))
+
+
+def from_environment(variables: Mapping[str, str], batch: int) -> Concurrency | None:
+    """Return the target that the plan asks for; None: the environment's own worker settings.
+
+    Args:
+        batch: sequences of a batch.
+    """
+    asked, ahead = variables.get(ENV_CONCURRENCY, ""), int(variables.get(ENV_AHEAD, "1"))
+    share = float(variables.get(ENV_ENGINE_SHARE, "1"))
+    if not asked:
+        return None
+    if asked == "auto":
+        return Concurrency(max(1, round(min(batch, FIRST) * share)), ahead, share)
+    return Concurrency(int(asked), ahead, share, fixed=True)
+
+
+class LoadReader:
+    """Read the load of several engines, as a sum."""
+
+    def __init__(self, urls: Sequence[str], http: Callable[[], aiohttp.ClientSession]) -> None:
+        self._roots = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        self._http = http
+
+    async def read(self) -> EngineLoad | None:
+        """Return None if an engine does not answer, or has no such route."""
+        each = [await self._one(root) for root in self._roots]
+        known = [load for load in each if load is not None]
+        if not known or len(known) < len(each):
+            return None
+        knees = [load.knee for load in known]
+        return EngineLoad(
+            running=sum(load.running for load in known),
+            waiting=sum(load.waiting for load in known),
+            kv_use=max(load.kv_use for load in known),
+            generated_tokens=sum(load.generated_tokens for load in known),
+            slots=sum(load.slots for load in known),
+            knee=None if None in knees else sum(knee for knee in knees if knee is not None),
+        )
+
+    async def _one(self, root: str) -> EngineLoad | None:
+        with suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError, ValidationError):
+            headers = key_headers(os.environ)
+            url = f"{root}{LOAD_PATH}"
+            async with self._http().get(url, timeout=LOOK_TIMEOUT, headers=headers) as response:
+                if response.status == 200:
+                    answer: Any = await response.json()
+                    return EngineLoad.model_validate(answer)
+        return None
+
+
+async def every(seconds: float, look: Callable[[], Any]) -> None:
+    """Await `look()` again and again."""
+    while True:
+        await asyncio.sleep(seconds)
+        await look()

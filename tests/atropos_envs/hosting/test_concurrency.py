@@ -1,0 +1,163 @@
+"""The number of sequences in flight finds the knee of an engine whose curve is known, and stays
+there."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from atropos_common.protocol.bridge import EngineLoad
+from atropos_common.system.run_dir import ENV_AHEAD, ENV_CONCURRENCY, ENV_ENGINE_SHARE
+from atropos_envs.hosting.concurrency import (
+    Concurrency,
+    GroupMeter,
+    batches_ahead,
+    from_environment,
+)
+from vllm_server.capacity import StepCurve
+
+FIXED_S, EACH_S = 1.83e-3, 2.92e-5
+"""A 0.5B model on one H100."""
+KNEE = 7 * FIXED_S / EACH_S
+"""439 sequences: there an eighth of the highest rate is left to gain."""
+
+
+@dataclass
+class Engine:
+    """An engine with a known cost of a step, whose curve is measured as a server measures it."""
+
+    slots: int = 1024
+    cache: float = float("inf")
+    """Sequences that its KV cache holds."""
+    slowed: float = 0.0
+    """Share of the time in which a trainer on the same GPU doubles a step's time."""
+    curve: StepCurve = field(init=False)
+    full_s: int = 0
+    tokens: int = 0
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def __post_init__(self) -> None:
+        self.curve = StepCurve(self.slots)
+
+    def second(self, asked: float) -> EngineLoad:
+        running = int(min(asked, self.slots, self.cache))
+        self.full_s += int(asked > self.cache)
+        spent = 0.0
+        while spent < 1.0:
+            one = (FIXED_S + EACH_S * running) * self.rng.uniform(0.98, 1.02)
+            one *= 2.0 if self.rng.random() < self.slowed else 1.0
+            self.curve.add(running, one)
+            self.tokens += running
+            spent += one
+        return EngineLoad(
+            running=running,
+            waiting=int(max(0.0, min(asked, self.cache) - self.slots)),
+            kv_use=min(1.0, running / self.cache),
+            generated_tokens=self.tokens,
+            slots=self.slots,
+            knee=self.curve.knee(),
+        )
+
+
+def run(
+    engine: Engine, target: Concurrency, seconds: int, limit: float = float("inf")
+) -> list[float]:
+    """Targets after each second; no more than `limit` sequences are ever in flight."""
+    found = []
+    for now in range(seconds):
+        own = min(target.target, limit)
+        target.look(engine.second(own), min(own, engine.slots), float(now))
+        found.append(target.target)
+    return found
+
+
+@pytest.mark.parametrize("slowed", [0.0, 0.3])
+@pytest.mark.parametrize("first", [4, 16, 32])
+def test_it_finds_the_knee_within_a_minute_and_stays(first: int, slowed: float) -> None:
+    target = Concurrency(first, ahead=4)
+    targets = run(Engine(slowed=slowed), target, 300)
+    assert targets[59] == pytest.approx(KNEE, rel=0.2)
+    assert target.phase == "knee"
+    assert len(set(targets[60:])) <= 3, "it hardly moves"
+    assert max(targets) < 1.3 * KNEE
+
+
+def test_an_engine_with_few_slots_is_filled_and_not_queued() -> None:
+    target = Concurrency(32, ahead=4)
+    targets = run(Engine(slots=128), target, 120)
+    assert target.phase == "engine full"
+    assert min(targets[60:]) >= 0.8 * 128 and max(targets) <= 128
+
+
+def test_a_small_cache_is_hardly_ever_full() -> None:
+    engine = Engine(cache=200)
+    target = Concurrency(64, ahead=4)
+    targets = run(engine, target, 600)
+    assert engine.full_s <= 10
+    assert target.phase == "cache full"
+    assert min(targets[30:]) > 100
+
+
+def test_a_publish_that_recomputes_all_that_runs_is_no_full_engine() -> None:
+    """Right after it, all requests wait for a moment, and the cache is nearly empty."""
+    target, engine = Concurrency(32, ahead=4), Engine()
+    for now in range(60):
+        load = engine.second(target.target)
+        if now % 2:
+            load = load.model_copy(update={"running": 3, "waiting": 200, "kv_use": 0.1})
+        target.look(load, target.target, float(now))
+    assert target.target == pytest.approx(KNEE, rel=0.2)
+
+
+def test_a_bound_elsewhere_ends_the_rise() -> None:
+    """The lag bound allows no more than 100 sequences: a higher target would change nothing."""
+    target = Concurrency(64, ahead=1)
+    targets = run(Engine(), target, 120, limit=100)
+    assert target.phase == "queue slots"
+    assert max(targets) <= 100 / 0.8 * 1.5
+
+
+def test_half_of_an_engine_is_half_of_its_knee() -> None:
+    target = Concurrency(64, ahead=4, share=0.5)
+    engine = Engine()
+    for now in range(120):
+        target.look(engine.second(2 * target.target), target.target, float(now))
+    assert target.target == pytest.approx(KNEE / 2, rel=0.2)
+
+
+def test_a_number_of_the_profile_stays() -> None:
+    target = Concurrency(300, ahead=4, fixed=True)
+    assert set(run(Engine(cache=200), target, 60)) == {300.0}
+    assert target.phase == "fixed" and target.knee is None
+
+
+def test_what_the_plan_says_becomes_the_target() -> None:
+    assert from_environment({}, 128) is None
+    auto = from_environment({ENV_CONCURRENCY: "auto", ENV_AHEAD: "4", ENV_ENGINE_SHARE: "0.5"}, 128)
+    assert auto == Concurrency(16, 4, 0.5)
+    assert from_environment({ENV_CONCURRENCY: "300", ENV_AHEAD: "2"}, 128) == Concurrency(
+        300, 2, fixed=True
+    )
+
+
+def test_groups_whose_short_completions_end_early_are_more() -> None:
+    meter = GroupMeter(8)
+    assert meter.groups(400) == 50
+    for _ in range(50):
+        meter.add(5 * 60, 60)
+    assert meter.groups(400) == 80
+    for _ in range(100):
+        meter.add(0.0, 60)
+    assert meter.groups(400) == 200, "never more than four times as many"
+
+
+@pytest.mark.parametrize(
+    ("groups", "flat", "most", "ahead"),
+    [(16, 0.0, 4, 2), (96, 0.5, 4, 4), (96, 0.5, 8, 4), (8, 0.0, 4, 2), (96, 0.0, 4, 4)],
+)
+def test_queue_slots_for_groups_in_flight_and_one_batch(
+    groups: int, flat: float, most: int, ahead: int
+) -> None:
+    assert batches_ahead(groups, flat, 16, most) == ahead
