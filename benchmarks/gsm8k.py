@@ -40,8 +40,9 @@ from atropos_common.protocol.record_tail import RecordTail
 from atropos_common.protocol.records import FLAT
 from atropos_common.system.files import write_private
 from atropos_common.system.parent_death import with_parent
-from atropos_common.system.run_dir import ENV_RUN_ID, RunDir
+from atropos_common.system.run_dir import ENV_AHEAD, ENV_RUN_ID, RunDir
 from atropos_tui.errors import UserError
+from atropos_tui.profile.plan import concurrency_variables
 from atropos_tui.profile.sections import load_profile
 from atropos_tui.profile.site import make_site, training_config
 from benchmarks.support.checks import Checks
@@ -121,8 +122,13 @@ def layout(profile_name: str, sets: list[str]) -> tuple[int, int]:
 
     profile, _ = load_profile(profile_name, sets)
     gpus = {gpu for engine in profile.engines for gpu in engine.gpus} | set(profile.trainer.gpus)
-    config = training_config(make_site(profile, Path("runs"), run_id="benchmark"))
-    ahead = [each.args.get("env.max_batches_offpolicy", 1) for each in profile.env]
+    site = make_site(profile, Path("runs"), run_id="benchmark")
+    config = training_config(site)
+    ahead = [
+        concurrency_variables(site, env, config).get(ENV_AHEAD)
+        or env.args.get("env.max_batches_offpolicy", 1)
+        for env in profile.env
+    ]
     derived = max(lag_bound(config, int(str(each))) for each in ahead)
     most = config.max_policy_lag
     return max(1, len(gpus)), derived if most is None else most

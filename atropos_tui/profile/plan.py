@@ -525,7 +525,7 @@ def _environment(
         command = [*program, "serve", *config, *site.texts(_flags(flags, explicit_booleans=True))]
     # Only the hosted runner reads the limit of sequences; a user's own worker flags have priority.
     derives_workers = RUNNER in command and not WORKER_FLAGS & section.args.keys()
-    steered = _concurrency(site, section, settings) if is_hosted(command) else {}
+    steered = concurrency_variables(site, section, settings) if is_hosted(command) else {}
     return _spec(
         site,
         section,
@@ -561,7 +561,7 @@ def _engine_users(profile: Profile) -> Counter[str]:
     return Counter(engine.name for each in profile.env for engine in env_engines(profile, each))
 
 
-def _concurrency(site: Site, env: EnvSection, settings: TrainingConfig) -> dict[str, str]:
+def concurrency_variables(site: Site, env: EnvSection, settings: TrainingConfig) -> dict[str, str]:
     """Variables with which an environment keeps its engines busy; none if the profile sets its
     workers or its batches ahead by hand."""
     profile, given = site.profile, _env_settings(site, env)
