@@ -67,7 +67,8 @@ LOOK_AT_ROLLOUTS = (
     "if the prompt has the "
     "model's format; use easier questions, or a reward with values between. All right: use "
     "harder questions. Mixed "
-    "groups are rare: raise env.group_size under [env.args]"
+    'groups are rare: raise env.group_size under [env.args], or set curriculum = "pass_rate" '
+    "under [env]"
 )
 """Fix for groups of equal scores."""
 
