@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
 LIBRARY = "libnvidia-ml.so.1"
+SHARES_S = 1.0
+"""Least seconds over which the shares of a GPU are measured."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,10 @@ class Card:
     """Bytes by pid of the host, None where unknown; None without a list of processes."""
     power_w: float | None = None
     temperature_c: int | None = None
+    sm_percent: float | None = None
+    bandwidth_percent: float | None = None
+    memory_busy_percent: int | None = None
+    """As in `control.GpuStatus`."""
     capability: tuple[int, int] = (0, 0)
     """Compute capability; only `driver` reads it."""
 
@@ -37,6 +44,9 @@ class Card:
             "utilization_percent": self.utilization,
             "power_w": self.power_w,
             "temperature_c": self.temperature_c,
+            "sm_percent": self.sm_percent,
+            "bandwidth_percent": self.bandwidth_percent,
+            "memory_busy_percent": self.memory_busy_percent,
         }
 
 
@@ -62,6 +72,16 @@ def given_here() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES") if "SLURM_JOB_ID" in os.environ else None
 
 
+@dataclass(frozen=True)
+class _Sample:
+    """Counters of a GPU at one moment, for NVML's GPU performance monitoring (Hopper and later)."""
+
+    counters: Any
+    at: float
+    shares: tuple[float | None, float | None] = (None, None)
+    """Busy SMs and used memory bandwidth since the sample before, in percent."""
+
+
 class Nvml:
     """Opened at the first reading, until one fails; `given`: cards, as in
     `CUDA_VISIBLE_DEVICES`."""
@@ -71,6 +91,8 @@ class Nvml:
         self._library: Any = None
         self._handles: list[Any] = []
         self._nodes: list[str] = []
+        # The newest sample of each card; None where the card has no such counters.
+        self._samples: dict[int, _Sample | None] = {}
 
     def read(self) -> list[Card]:
         """Read every card.
@@ -118,6 +140,10 @@ class Nvml:
 
     def close(self) -> None:
         library, self._library, self._handles = self._library, None, []
+        samples, self._samples = self._samples.values(), {}
+        for sample in filter(None, samples):
+            with contextlib.suppress(Exception):
+                library.nvmlGpmSampleFree(sample.counters)
         with contextlib.suppress(Exception):
             library.nvmlShutdown()
 
@@ -148,8 +174,10 @@ class Nvml:
         temperature_c: int | None = None
         processes: dict[int, int | None] | None = None
         # Each figure by itself: a card may support some of them only.
+        memory_busy: int | None = None
         with contextlib.suppress(library.NVMLError):  # MIG has no utilization
-            utilization = int(library.nvmlDeviceGetUtilizationRates(handle).gpu)
+            rates = library.nvmlDeviceGetUtilizationRates(handle)
+            utilization, memory_busy = int(rates.gpu), int(rates.memory)
         with contextlib.suppress(library.NVMLError):
             power_w = library.nvmlDeviceGetPowerUsage(handle) / 1000
         with contextlib.suppress(library.NVMLError):
@@ -160,7 +188,63 @@ class Nvml:
             rows = library.nvmlDeviceGetComputeRunningProcesses(handle)
             processes = {int(row.pid): row.usedGpuMemory for row in rows}
         used, total = int(memory.used), int(memory.total)
-        return Card(index, used, total, name, utilization, processes, power_w, temperature_c)
+        sm, bandwidth = self._shares(index, handle)
+        return Card(
+            index,
+            used,
+            total,
+            name,
+            utilization,
+            processes,
+            power_w,
+            temperature_c,
+            sm,
+            bandwidth,
+            memory_busy,
+        )
+
+    def _shares(self, index: int, handle: Any) -> tuple[float | None, float | None]:
+        """Shares of SMs and memory bandwidth since an earlier reading, in percent."""
+        library, before, now = self._library, self._samples.get(index), time.monotonic()
+        if before is None and index in self._samples:
+            return None, None
+        if before is not None and now - before.at < SHARES_S:
+            return before.shares
+        counters = None
+        try:
+            if before is None and not library.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
+                self._samples[index] = None
+                return None, None
+            counters = library.nvmlGpmSampleAlloc()
+            library.nvmlGpmSampleGet(handle, counters)
+            shares = self._between(before.counters, counters) if before else (None, None)
+        # Older libraries lack the functions; containers and MIG may refuse them.
+        except (library.NVMLError, AttributeError):
+            shares = None
+        stale = counters if shares is None else before and before.counters
+        if stale is not None:
+            with contextlib.suppress(library.NVMLError):
+                library.nvmlGpmSampleFree(stale)
+        if shares is None:
+            # One failure later on keeps the earlier sample for the next reading.
+            self._samples.setdefault(index, None)
+            return None, None
+        self._samples[index] = _Sample(counters, now, shares)
+        return shares
+
+    def _between(self, before: Any, now: Any) -> tuple[float | None, float | None]:
+        library = self._library
+        asked = library.c_nvmlGpmMetricsGet_t()
+        asked.version, asked.numMetrics = library.NVML_GPM_METRICS_GET_VERSION, 2
+        asked.sample1, asked.sample2 = before, now
+        asked.metrics[0].metricId = library.NVML_GPM_METRIC_SM_UTIL
+        asked.metrics[1].metricId = library.NVML_GPM_METRIC_DRAM_BW_UTIL
+        library.nvmlGpmMetricsGet(asked)
+        sm, bandwidth = (
+            float(metric.value) if metric.nvmlReturn == 0 and 0 <= metric.value <= 100 else None
+            for metric in (asked.metrics[0], asked.metrics[1])
+        )
+        return sm, bandwidth
 
 
 def read_driver() -> NvidiaDriver | str | None:

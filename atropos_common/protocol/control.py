@@ -104,6 +104,12 @@ class GpuStatus(Message):
     """None where the driver does not measure it (MIG)."""
     power_w: float | None = None
     temperature_c: int | None = None
+    sm_percent: float | None = None
+    """Busy streaming multiprocessors, a mean; None before Hopper, and where NVML refuses it."""
+    bandwidth_percent: float | None = None
+    """Used share of the memory bandwidth; None as above."""
+    memory_busy_percent: int | None = None
+    """Share of time in which memory was read or written, at any rate."""
     held_bytes: dict[str, int] = Field(default_factory=dict)
     """Bytes by component, where the driver reports processes; other programs use the rest of
     `used_bytes`."""

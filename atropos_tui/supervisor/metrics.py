@@ -150,6 +150,13 @@ GPU_FIELDS: Sequence[Field] = (
     ("used_bytes", "gpu_memory_used_bytes", "Memory in use by any process."),
     ("total_bytes", "gpu_memory_total_bytes", "Memory of the GPU."),
     ("utilization_percent", "gpu_utilization_percent", "Share of time in use, in percent."),
+    ("sm_percent", "gpu_sm_percent", "Busy streaming multiprocessors, in percent."),
+    ("bandwidth_percent", "gpu_bandwidth_percent", "Used memory bandwidth, in percent."),
+    (
+        "memory_busy_percent",
+        "gpu_memory_busy_percent",
+        "Share of time in which memory was read or written, in percent.",
+    ),
     ("power_w", "gpu_power_watts", "Power drawn."),
     ("temperature_c", "gpu_temperature_celsius", "Temperature of the GPU."),
 )

@@ -15,10 +15,12 @@ from pathlib import Path
 
 import pynvml
 import pytest
+import torch
 
 from atropos_common.protocol.control import CommandRequest, ComponentStatus, State
 from atropos_common.protocol.record_base import Record
 from atropos_common.protocol.records import DiagnosisRecord, StateRecord
+from atropos_tui.gpu import Card, Nvml
 from atropos_tui.profile.spec import (
     ComponentSpec,
     LogCheck,
@@ -146,3 +148,27 @@ async def test_killed_and_stopped_give_their_memory_back_first(tmp_path: Path) -
     finally:
         run.task.cancel()
         await asyncio.gather(run.task, return_exceptions=True)
+
+
+def test_busy_multiprocessors_and_memory_bandwidth_are_measured() -> None:
+    """Hopper and later; elsewhere, and where the driver refuses it, both are None."""
+    driver, wide = Nvml(), torch.ones(1 << 28, device="cuda")
+    index = torch.cuda.current_device()
+
+    def after(seconds: float, *, copying: bool) -> Card:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if copying:
+                wide.add_(1.0)
+                torch.cuda.synchronize()
+        return driver.read()[index]
+
+    driver.read()
+    idle, busy = after(2.0, copying=False), after(2.0, copying=True)
+    driver.close()
+    print(f"idle {idle.sm_percent} {idle.bandwidth_percent}; busy {busy}")
+    if torch.cuda.get_device_capability()[0] < 9 or busy.bandwidth_percent is None:
+        assert busy.memory_busy_percent is None or busy.memory_busy_percent > 0
+        return
+    assert idle.bandwidth_percent is not None and idle.bandwidth_percent < 20
+    assert busy.bandwidth_percent > 40 and (busy.sm_percent or 0) > 40

@@ -184,7 +184,7 @@ class Benchmark(TextPanel):
         versions = "versions" if most is None else f"versions, max {number(most, 0)}"
         engines = [row.name for row in view.rows if row.role is Role.ENGINE and row.port]
         lines = [
-            self._line("tokens/s", number(speed.tokens_per_s, 0), "trained, with prompts"),
+            self._line("tokens/s", number(speed.tokens_per_s, 0), "with prompts"),
             *self._mfu(speed),
             *self._engine_use(speed),
             *(line for name in engines for line in self._engine(view, name)),

@@ -40,6 +40,14 @@ def _of(used: float, total: float) -> str:
     return f"{used / 1e9:.1f}/{bytes_text(total)}"
 
 
+def _shares(gpu: GpuStatus) -> str:
+    if gpu.sm_percent is not None or gpu.bandwidth_percent is not None:
+        return f"SMs {percent(gpu.sm_percent)}, memory bandwidth {percent(gpu.bandwidth_percent)}"
+    if gpu.memory_busy_percent is not None:
+        return f"memory accessed {gpu.memory_busy_percent}% of the time"
+    return ""
+
+
 class MachinePanel(TextPanel):
     """One group of lines per GPU, or for the host."""
 
@@ -100,6 +108,8 @@ class MachinePanel(TextPanel):
         lines = self._use(view, label, split, words, bytes_text, width)
         if split.note:
             lines.append(self.labelled("", _LABEL).append(split.note))
+        if shares := _shares(gpu):
+            lines.append(self.labelled("", _LABEL).append(shares))
         # A history sample is (utilization, memory), each a share, or None where it is missing.
         load, held = ([found and found[part] for found in history] for part in (0, 1))
         return [*lines, self._history("busy", load, width), self._history("memory", held, width)]

@@ -98,3 +98,77 @@ def test_without_a_job_all_cards_are_counted(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
     assert given_here() is None
     assert [card.name for card in Nvml(given_here()).read()] == list("ABCD")
+
+
+class FakeCounters(FakeNvml):
+    """Hopper cards: each sample is a number, and the shares are its growth."""
+
+    NVML_GPM_METRICS_GET_VERSION = 1
+    NVML_GPM_METRIC_SM_UTIL, NVML_GPM_METRIC_DRAM_BW_UTIL = 2, 10
+
+    def __init__(self, names: str, *, supported: bool = True) -> None:
+        super().__init__(names)
+        self.supported, self.refused, self.taken, self.freed = supported, False, 0, 0
+
+    def nvmlDeviceGetUtilizationRates(self, handle: str) -> Any:
+        return SimpleNamespace(gpu=97, memory=30)
+
+    def nvmlGpmQueryDeviceSupport(self, handle: str) -> Any:
+        return SimpleNamespace(isSupportedDevice=int(self.supported))
+
+    def nvmlGpmSampleAlloc(self) -> Any:
+        self.taken += 1
+        return SimpleNamespace(value=0)
+
+    def nvmlGpmSampleGet(self, handle: str, sample: Any) -> None:
+        if self.refused:
+            raise RuntimeError("no permission")
+        sample.value = 10 * self.taken
+
+    def nvmlGpmSampleFree(self, sample: Any) -> None:
+        self.freed += 1
+
+    def c_nvmlGpmMetricsGet_t(self) -> Any:
+        metrics = [SimpleNamespace(metricId=0, nvmlReturn=0, value=0.0) for _ in range(2)]
+        return SimpleNamespace(metrics=metrics)
+
+    def nvmlGpmMetricsGet(self, asked: Any) -> None:
+        grown = asked.sample2.value - asked.sample1.value
+        for metric in asked.metrics:
+            metric.value = grown * metric.metricId
+            metric.nvmlReturn = int(metric.metricId == self.NVML_GPM_METRIC_SM_UTIL and grown > 10)
+
+
+def test_shares_of_a_gpu_are_measured_between_two_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    library, now = FakeCounters("A"), [0.0]
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    monkeypatch.setattr(gpu.ctypes, "CDLL", lambda _: None)
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
+    driver = Nvml()
+
+    def shares(after_s: float) -> tuple[float | None, float | None]:
+        now[0] += after_s
+        (card,) = driver.read()
+        assert card.figures()["memory_busy_percent"] == 30
+        return card.sm_percent, card.bandwidth_percent
+
+    assert shares(0) == (None, None), "nothing to compare with"
+    assert shares(2) == (20.0, 100.0)
+    assert shares(0.1) == (20.0, 100.0), "too soon: the newest known ones"
+    library.refused = True
+    assert shares(2) == (None, None)
+    library.refused = False
+    assert shares(2) == (None, None), "the driver does not know one share, the other is impossible"
+    driver.close()
+    assert library.taken == library.freed, "no sample is left behind"
+
+
+def test_a_card_without_counters_has_no_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.ctypes, "CDLL", lambda _: None)
+    for library in (FakeCounters("A", supported=False), FakeNvml("A")):
+        monkeypatch.setitem(sys.modules, "pynvml", library)
+        driver = Nvml()
+        for _ in range(2):
+            (card,) = driver.read()
+            assert (card.sm_percent, card.bandwidth_percent) == (None, None)
+        driver.close()
