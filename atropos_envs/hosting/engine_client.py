@@ -297,7 +297,9 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
 
         async with self._limited(split):
             answer = await self._request(ask, request, prompt_length)
-        present().tokens += getattr(answer.usage, "completion_tokens", 0)
+        # A stream has no usage.
+        usage = getattr(answer, "usage", None)
+        present().tokens += getattr(usage, "completion_tokens", 0)
         return answer
 
     @asynccontextmanager

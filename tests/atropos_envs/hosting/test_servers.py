@@ -31,6 +31,7 @@ from atropos_envs.hosting.engine_client import (
     _decoded,
     parse_generation,
 )
+from atropos_envs.hosting.rollout import begin_rollout
 from atropos_envs.tiny_model import make_tokenizer
 from tests.atropos_envs.support import EOS, Engine, run_api, trainer_registration
 
@@ -89,6 +90,17 @@ async def test_a_group_has_the_tokens_masks_and_logprobs_of_the_engine_end_token
     assert group["tokens"][1] == [9, 12, 10, 13, 3]
     assert group["scores"] == [1.0, 0.0] * 4
     assert group["generation_params"] == {"temperature": 1.0, "max_tokens": 4, "env": "sums"}
+
+
+async def test_generated_tokens_are_counted_whatever_becomes_of_the_group(make: Make) -> None:
+    async with Engine().running() as url:
+        env = make(url, group_size=4)
+        await env.setup()
+        rollout = begin_rollout()
+        # A task of the environment's own counts for the same rollout.
+        await asyncio.create_task(env.rollout(Sum(7, 8)))
+        await env._close_servers()
+    assert rollout.take() == 2 * 3 + 2 * 1, "two whole answers with their end, two cut-off ones"
 
 
 async def test_one_request_asks_for_the_whole_group_at_temperature_one(make: Make) -> None:
