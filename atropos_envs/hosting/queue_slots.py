@@ -137,9 +137,9 @@ class QueueSlots:
         return made + enough(self.open_slots - made, self.flat_share if self._ahead <= 1 else 0.0)
 
     # A spare group waits, however fast it was, until a group with a slot turns out flat or fails:
-    # slots by order of completion would favour short answers in training. When the last slot is
-    # filled, the spare groups are dropped. The next slot is one batch later, and they would exceed
-    # `max_batches_offpolicy`.
+    # slots by order of completion would favour short answers in training. Spare groups that would
+    # exceed `max_batches_offpolicy` in the next slot are dropped: with one batch ahead, all of them
+    # as soon as the last slot is filled.
     def _assign(self) -> list[PendingGroup]:
         # Groups with a slot that run-api does not have yet; they use up open slots.
         owners = sum(group.has_slot for group in self._groups)
@@ -150,7 +150,9 @@ class QueueSlots:
                 group.decide(True)
                 owners += 1
         without = [each for each in self._groups if not each.has_slot]
-        late = [each for each in without if self.open_slots <= 0 or not self._in_time(each)]
+        # With several batches ahead the next slot comes soon enough for most.
+        full = self.open_slots <= 0 and self._ahead <= 1
+        late = [each for each in without if full or not self._in_time(each)]
         # Their rollouts end now, and their items come again in a new group.
         for group in late:
             group.decide(False)
