@@ -22,8 +22,9 @@ from atropos_envs.math_env import (
     HubSplit,
     MathEnv,
     MathProblem,
+    boxed,
+    gold_answer,
     group_scores,
-    parse_gold,
     read_split,
 )
 
@@ -51,9 +52,9 @@ class Gsm8kEnv(MathEnv):
     def test_rows(self) -> dict[str, list[MathProblem]]:
         return {"test": load_rows("test", self.config.dataset_path)}
 
-    def gold(self, row: MathProblem) -> list[Any]:
+    def gold(self, row: MathProblem) -> str:
         # The worked solution, which ends in `#### NUMBER`.
-        return parse_gold(row["answer"])
+        return boxed(gold_answer(row["answer"]))
 
     def prompt_ids(self, row: MathProblem) -> list[int]:
         # Text first, as in ManagedServer: a direct encoding could give other tokens.

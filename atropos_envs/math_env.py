@@ -1,16 +1,16 @@
-r"""Base of the mathematics environments: problems in epochs, groups of completions, a greedy test.
+"""Base of the mathematics environments: problems in epochs, groups of completions, a greedy test.
 
-Answers are compared as mathematics (`1,000` is `1000`, `\frac{1}{2}` is `0.5`), not as text.
+Worker processes (`grading.py`) compare the answers.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
@@ -18,19 +18,13 @@ from atroposlib.envs.base import BaseEnvConfig
 from pydantic import Field
 
 from atropos_envs import EnvFault
+from atropos_envs.grading import BOX, Graders
 from atropos_envs.hosting.base import StackEnv, epochs
 from atropos_envs.hosting.evaluation import Graded
 
 RIGHT, WRONG = 1.0, -1.0
 # Share of the token limit up to which length does not lower the score of a right answer.
 FREE_LENGTH = 0.5
-THINK_END = "</think>"
-BOX = "\\boxed"
-# Characters of an answer that are parsed; a longer crafted one could parse for hours.
-LONGEST_ANSWER = 400
-# Timeout for parsing an answer, and for comparing it; it blocks the event loop. A usual answer
-# takes milliseconds. The first one on a busy machine takes over a second: it imports sympy.
-VERIFY_TIMEOUT_S = 3
 
 
 class MathProblem(TypedDict):
@@ -116,55 +110,9 @@ def gold_answer(solution: str) -> str:
     return number.strip().replace(",", "") if mark else ""
 
 
-# math_verify's configuration: the last box, else any LaTeX. Cached, since it compiles patterns.
-@cache
-def _extraction() -> list[Any]:
-    from latex2sympy2_extended import NormalizationConfig
-    from math_verify import LatexExtractionConfig
-
-    normalization = NormalizationConfig(
-        basic_latex=True,
-        units=True,
-        malformed_operators=False,
-        nits=False,
-        boxed="all",
-        equations=False,
-    )
-    latex = LatexExtractionConfig(
-        normalization_config=normalization, boxed_match_priority=0, try_extract_without_anchor=False
-    )
-    return [latex]
-
-
-def parse_answer(text: str) -> list[Any]:
-    """Return the last box of `text` as math_verify's candidates, else LaTeX near its end."""
-    from math_verify import parse
-
-    # The last box: models often box intermediate results first.
-    box = text.rfind(BOX)
-    answer = text[box : box + LONGEST_ANSWER] if box >= 0 else text[-LONGEST_ANSWER:]
-    return list(
-        parse(
-            answer,
-            extraction_config=_extraction(),
-            extraction_mode="first_match",
-            parsing_timeout=VERIFY_TIMEOUT_S,
-        )
-    )
-
-
-def parse_gold(solution: str) -> list[Any]:
-    """Return the data set's answer as math_verify's candidates; empty if unreadable."""
-    answer = gold_answer(solution)
-    return parse_answer(f"{BOX}{{{answer}}}") if answer else []
-
-
-def is_right(completion: str, gold: list[Any]) -> bool:
-    """Return True if the answer after the completion's thinking equals `gold`."""
-    from math_verify import verify
-
-    answer = parse_answer(completion.rpartition(THINK_END)[2])
-    return bool(verify(gold, answer, timeout_seconds=VERIFY_TIMEOUT_S))
+def boxed(answer: str) -> str:
+    """Return `answer` in a box, as math_verify reads it; empty if there is none."""
+    return f"{BOX}{{{answer}}}" if answer else ""
 
 
 def group_scores(right: Sequence[bool], lengths: Sequence[int], longest: int) -> list[float]:
@@ -226,6 +174,10 @@ class MathEnv(StackEnv):
     stop: ClassVar[list[str]] = []
     """Texts that end a completion."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._graders = Graders()
+
     # To be defined by a subclass
 
     def train_rows(self) -> list[MathProblem]:
@@ -236,8 +188,8 @@ class MathEnv(StackEnv):
         """Return the problems of each split to evaluate."""
         raise NotImplementedError
 
-    def gold(self, row: MathProblem) -> list[Any]:
-        """Return the answer as math_verify's candidates; empty if unreadable."""
+    def gold(self, row: MathProblem) -> str:
+        """Return the answer in a box; empty if there is none."""
         raise NotImplementedError
 
     def prompt_ids(self, row: MathProblem) -> list[int]:
@@ -275,7 +227,7 @@ class MathEnv(StackEnv):
         """
         # Before the completions: without a readable answer every completion would count as wrong.
         gold = self.gold(item)
-        if not gold:
+        if not (gold and await self._graders.readable(gold)):
             raise ValueError("an answer in the data set cannot be read")
         sampling = self._sampling(item) | {"temperature": self.config.temperature}
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
@@ -287,12 +239,13 @@ class MathEnv(StackEnv):
             Completion(text, len(node.tokens), reason == "length")
             for (text, reason), node in zip(texts, nodes, strict=True)
         ]
-        scores = self.score([self.right(each, gold) for each in group], group)
+        right = await asyncio.gather(*(self.right(each, gold) for each in group))
+        scores = self.score(right, group)
         overrides = [self.override(each) for each in group]
         return self.scored_group(nodes, scores, sampling) | {"overrides": overrides}
 
-    def right(self, completion: Completion, gold: list[Any]) -> bool:
-        return is_right(completion.text, gold)
+    async def right(self, completion: Completion, gold: str) -> bool:
+        return await self._graders.right(completion.text, gold)
 
     def override(self, completion: Completion) -> dict[str, Any]:
         """Return the trainer's override, such as `set_advantage_to_zero`."""
@@ -321,7 +274,12 @@ class MathEnv(StackEnv):
             len(done.prompt_ids) + len(done.token_ids[0]),
             done.finish_reasons[0] == "length",
         )
-        return Graded(self.right(completion, self.gold(question)), done.oldest_version)
+        right = await self.right(completion, self.gold(question))
+        return Graded(right, done.oldest_version)
+
+    async def _close_servers(self) -> None:
+        self._graders.close()
+        await super()._close_servers()
 
     def _sampling(self, row: MathProblem) -> dict[str, Any]:
         # BaseEnv drops a group with a sequence that reaches the limit, so stay one token below it.

@@ -18,9 +18,9 @@ if __name__ == "__main__":
 
 from pydantic import Field
 
+from atropos_envs.grading import BOX
 from atropos_envs.hosting.base import run
 from atropos_envs.math_env import (
-    BOX,
     RIGHT,
     WRONG,
     Completion,
@@ -28,7 +28,7 @@ from atropos_envs.math_env import (
     MathConfig,
     MathEnv,
     MathProblem,
-    parse_answer,
+    boxed,
     read_split,
 )
 
@@ -69,10 +69,10 @@ class MathZeroEnv(MathEnv):
             return {"test": read_split(folder, "test")}
         return {name: split.load() for name, split in TESTS.items()}
 
-    def gold(self, row: MathProblem) -> list[Any]:
+    def gold(self, row: MathProblem) -> str:
         answer = row["answer"]
         # The data sets have bare answers; math_verify needs LaTeX, and a box makes them that.
-        return parse_answer(answer if BOX in answer else f"{BOX}{{{answer}}}")
+        return answer if BOX in answer else boxed(answer)
 
     def prompt_ids(self, row: MathProblem) -> list[int]:
         return list(self.tokenizer.encode(_prompt(row)))
@@ -83,10 +83,10 @@ class MathZeroEnv(MathEnv):
         answer = await managed.completion(prompt=_prompt(row), **sampling)
         return [(choice.text or "", choice.finish_reason) for choice in answer.choices]
 
-    def right(self, completion: Completion, gold: list[Any]) -> bool:
+    async def right(self, completion: Completion, gold: str) -> bool:
         # A completion has to end by itself, with its answer in a box.
         ended = not completion.truncated and BOX in completion.text
-        return ended and super().right(completion, gold)
+        return ended and await super().right(completion, gold)
 
     def score(self, right: list[bool], group: list[Completion]) -> list[float]:
         return [RIGHT if each else WRONG for each in right]

@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from atropos_common.protocol.records import EvalRecord, parse_line
 from atropos_envs import EnvFault
+from atropos_envs.grading import answer_of, is_right
 from atropos_envs.gsm8k_server import SYSTEM_PROMPT, Gsm8kEnv, MathProblem, load_rows
-from atropos_envs.math_env import gold_answer, group_scores, is_right, parse_gold
+from atropos_envs.math_env import boxed, gold_answer, group_scores
 from tests.atropos_envs.support import (
     Engine,
     decode,
@@ -215,7 +216,7 @@ def test_the_gold_answer_is_what_follows_the_mark() -> None:
     assert gold_answer(SOLUTION) == "72"
     assert gold_answer("so it costs\n#### 1,234,000") == "1234000"
     for broken in ("no mark at all", "####", "#### "):
-        assert gold_answer(broken) == "" and parse_gold(broken) == []
+        assert boxed(gold_answer(broken)) == ""
 
 
 @pytest.mark.parametrize(
@@ -232,12 +233,12 @@ def test_the_gold_answer_is_what_follows_the_mark() -> None:
     ],
 )
 def test_answers_are_compared_as_mathematics(completion: str, right: bool) -> None:
-    assert is_right(completion, parse_gold(SOLUTION)) is right
+    assert is_right(answer_of(completion), boxed(gold_answer(SOLUTION))) is right
 
 
 def test_thousands_separators_do_not_matter() -> None:
-    assert is_right("\\boxed{1,234}", parse_gold("#### 1234"))
-    assert is_right("\\boxed{1234}", parse_gold("#### 1,234"))
+    assert is_right("\\boxed{1,234}", boxed(gold_answer("#### 1234")))
+    assert is_right("\\boxed{1234}", boxed(gold_answer("#### 1,234")))
 
 
 def test_a_mixed_group_gets_plus_and_minus_one_whatever_the_lengths() -> None:

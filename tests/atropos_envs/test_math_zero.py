@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,8 @@ import yaml
 
 from atropos_common.protocol.records import EvalRecord, parse_line
 from atropos_envs import EnvFault
-from atropos_envs.math_env import (
-    VERIFY_TIMEOUT_S,
-    Completion,
-    HubSplit,
-    MathProblem,
-    is_right,
-    parse_answer,
-)
+from atropos_envs.grading import answer_of, is_right
+from atropos_envs.math_env import HubSplit, MathProblem
 from atropos_envs.math_zero_server import PROMPT, MathZeroConfig, MathZeroEnv
 from tests.atropos_envs.support import (
     Engine,
@@ -147,30 +140,7 @@ async def test_an_answer_that_cannot_be_read_is_dropped_before_anything_is_asked
 async def test_forms_of_an_answer(folder: Path, answer: str, text: str, right: bool) -> None:
     env = make(folder)
     gold = env.gold(MathProblem(question="", answer=answer))
-    assert env.right(Completion(text, 9, truncated=False), gold) is right
-
-
-@pytest.mark.parametrize(
-    "hostile",
-    [
-        "\\boxed{9^{9^{9^{9}}}}",
-        "\\boxed{100000000!}",
-        "\\boxed{" * 5000,
-        "\\boxed{" + "{" * 20000 + "}" * 20000 + "}",
-        "\\boxed{" + "1+" * 20000 + "1}",
-        "\\boxed{\\sum_{n=1}^{10^9} n^n}",
-        "\\boxed{2",
-        "$" * 60000,
-    ],
-)
-def test_a_hostile_completion_is_wrong_in_bounded_time(hostile: str) -> None:
-    gold = parse_answer("\\boxed{2}")
-    began = time.monotonic()
-    assert is_right(hostile, gold) is False
-    # It is read, and then compared, and each may take `VERIFY_TIMEOUT_S`.
-    assert time.monotonic() - began < 2 * VERIFY_TIMEOUT_S + 1, (
-        "the event loop waits for the verdict"
-    )
+    assert is_right(answer_of(text), gold) is right
 
 
 async def test_the_local_test_split_is_evaluated_greedily(folder: Path) -> None:
