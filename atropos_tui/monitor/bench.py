@@ -155,6 +155,11 @@ class TokenUse:
     def unit(self) -> str:
         return "tokens/s/GPU" if self.gpus else "tokens/s"
 
+    @property
+    def rate(self) -> str:
+        """`accepted_per_s` as a whole number."""
+        return summary.whole_text(self.accepted_per_s)
+
 
 OTHER = "other"
 """Evaluations, completions in flight, and tokens that nobody counted."""

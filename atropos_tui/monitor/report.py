@@ -194,7 +194,7 @@ def _tokens(use: TokenUse | None) -> Rows:
         return []
     thrown = f"{1 - use.accepted:.0%}{reasons_text(use.thrown_away, ': ')}"
     return [
-        (f"Accepted {use.unit}", number(use.accepted_per_s, 0)),
+        (f"Accepted {use.unit}", use.rate),
         ("Thrown away of the generated", masked_line(thrown)),
     ]
 

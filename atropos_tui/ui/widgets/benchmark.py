@@ -160,7 +160,7 @@ class Benchmark(TextPanel):
         if use is None:
             return []
         return [
-            self._line("accepted", number(use.accepted_per_s, 0), use.unit),
+            self._line("accepted", use.rate, use.unit),
             self._line("thrown away", f"{1 - use.accepted:.0%}", reasons_text(use.thrown_away)),
         ]
 

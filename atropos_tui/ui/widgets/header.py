@@ -15,7 +15,6 @@ from atropos_tui.monitor.format import (
     TONES,
     counted,
     duration,
-    number,
     one_line,
     seconds_text,
 )
@@ -75,7 +74,7 @@ class Header(TextPanel):
                 right.append(f"ETA {duration(speed.eta_s)}  ", self.style("title"))
             use = token_use(state, view.info.gpu_count, speed.window)
             if use:
-                headline = f"{number(use.accepted_per_s, 0)} accepted {use.unit}  "
+                headline = f"{use.rate} accepted {use.unit}  "
                 right.append(headline, self.style("title"))
             right.append(f"{seconds_text(speed.step_s)}/step", self.style("dim"))
             # The figures that fit, most important first.
