@@ -258,7 +258,10 @@ def main(argv: list[str] | None = None) -> int:
         pairs.append([averaged(list(each)) for each in zip(*runs, strict=True)])
     checks = Checks()
     if asked.json:
-        print(json.dumps([asdict(each) for pair in pairs for each in pair], indent=1))
+        rows = [asdict(each) for pair in pairs for each in pair]
+        # JSON has no NaN.
+        known = [{name: value for name, value in row.items() if value == value} for row in rows]
+        print(json.dumps({"runs": known}))
     else:
         print(HEAD)
     for before, after in pairs:
