@@ -299,9 +299,10 @@ class TrainingConfig(BaseModel):
     engine_reload: Literal["in_place", "restart"] = "in_place"
     """How the server gets new weights in mode none. in_place: loads them while it runs. restart:
     restarts with them; also where in_place is impossible (quantized weights, unknown layers)."""
-    in_flight: Literal["keep", "wait", "recompute"] = "keep"
+    in_flight: Literal["keep", "reuse", "wait", "recompute"] = "keep"
     """Policy for completions in flight when new weights arrive. keep: continue with the new
-    weights; policy lag counts from the oldest token. wait: finish first, for at most
+    weights; policy lag counts from the oldest token, and the engine computes their keys and values
+    again. reuse: the same without that computation. wait: finish first, for at most
     in_flight_timeout. recompute: restart them. For modes that pause the server (shared_vllm,
     broadcast, none)."""
     in_flight_timeout: float = Field(30.0, gt=0)

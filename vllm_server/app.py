@@ -242,7 +242,9 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
         engine, config=config, gate=gate, model=str(args.model), vllm_version=compat.vllm_version()
     )
     recorder = await record_routing(bridge, args) if args.records_routing else None
-    engine.generate = record(engine.generate, bridge.completions, bridge.history, recorder)
+    engine.generate = record(
+        engine.generate, bridge.completions, bridge.history, recorder, lambda: bridge.cache_salt
+    )
     names = args.served_model_name or [args.model]
     adapters = lora.ServedAdapters(bridge, app.state.openai_serving_models, config.run_dir)
     generator = Generator(
@@ -293,7 +295,7 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
         # share a key with.
         for_everyone=public and config.token_generated,
     )
-    slots = engine.vllm_config.scheduler_config.max_num_seqs
+    slots = compat.sequences_at_a_time(engine)
     bridge.capacity = measure_capacity(engine, slots)
     ceiling = bridge.capacity.ceiling if bridge.capacity else lambda: None
     REGISTRY.register(LoadMetrics(bridge.load, slots, lambda: bridge.state.weight_version, ceiling))

@@ -131,6 +131,10 @@ class WeightBridge:
         self.sleeping = False
         # The engine certainly makes no token: it has confirmed a pause and not been resumed.
         self._stopped = False
+        # Requests in flight keep their keys and values over the present pause.
+        self._reuses = False
+        self.cache_salt = 0
+        """Part of every request's cache salt; 0: none."""
         self._lease: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -212,7 +216,7 @@ class WeightBridge:
         await self.freeze(PauseRequest(lease_s=lease_s, dirty=True, **flight))
 
     async def _stop_generating(self, request: PauseRequest) -> None:
-        waiting = None
+        waiting, self._reuses = None, request.in_flight == "reuse"
         if request.in_flight == "wait":
             pausing = self.engine.pause_generation(mode="wait", clear_cache=True)
             waiting = asyncio.ensure_future(pausing)
@@ -223,7 +227,7 @@ class WeightBridge:
             late = f"requests in flight did not end within {request.wait_s:g} s"
             logger.warning("%s: the rest is frozen", late)
         mode = "abort" if request.in_flight == "recompute" else "keep"
-        await self.engine.pause_generation(mode=mode, clear_cache=True)
+        await self.engine.pause_generation(mode=mode, clear_cache=not self._reuses)
         if waiting is not None:
             await waiting
 
@@ -272,7 +276,13 @@ class WeightBridge:
         await self.engine.resume_generation()
 
     async def reset_prefix_cache(self) -> None:
-        """Drop every cached key and value; frozen requests are recomputed from their tokens."""
+        """Let no later request use a cached key or value; unless the pause says `reuse`, frozen
+        requests are recomputed from their tokens."""
+        if self._reuses:
+            # The cached blocks stay for the requests that have them. Others get another salt, so
+            # that they never match such a block.
+            self.cache_salt += 1
+            return
         if not await self.engine.reset_prefix_cache(reset_running_requests=True):
             effect = "old keys and values would mix with new weights"
             raise RuntimeError(f"vLLM could not reset its prefix cache, so {effect}")

@@ -46,6 +46,9 @@ CONTRAST, LEAST_GROWTH = 4.0, 0.25
 # At the knee 1 % more sequences make this many per cent more tokens a second: an eighth is left to
 # gain.
 KNEE_GAIN = 0.125
+# Where so many times as many sequences were no faster than this share allows, the fewer are the
+# knee, whatever the fit says: an engine may be slower without CUDA graphs of that size.
+NO_FASTER, TIMES = 0.97, 1.4
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,10 @@ class StepCurve:
         """Sequences from which on more of them hardly raise tokens a second, at most `most`; None
         while too little was seen."""
         points = [point for each in self._bins.values() if (point := each.point())]
+        known = [knee for knee in (_seen_knee(points), self._fitted_knee(points)) if knee]
+        return min(self.most, *known) if known else None
+
+    def _fitted_knee(self, points: list[Point]) -> float | None:
         seen = [point.sequences for point in points]
         if not seen or max(seen) < CONTRAST * min(seen):
             return None
@@ -149,7 +156,16 @@ class StepCurve:
             return None
         # The rate n / (a + b n) grows by a / (a + b n) per cent for each per cent of n.
         fixed, each = parts[0], parts[1] / highest
-        return min(self.most, fixed / each * (1.0 / KNEE_GAIN - 1.0))
+        return fixed / each * (1.0 / KNEE_GAIN - 1.0)
+
+
+def _seen_knee(points: list[Point]) -> float | None:
+    """Fewest sequences that were nearly as fast as all others, if many more were seen."""
+    best = max((point.rate for point in points), default=0.0)
+    fast = min(
+        (point.sequences for point in points if point.rate >= NO_FASTER * best), default=math.inf
+    )
+    return fast if any(point.sequences >= TIMES * fast for point in points) else None
 
 
 def _fitted(points: list[Point], sequences: float, kv_use: float) -> tuple[float, float] | None:

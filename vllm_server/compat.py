@@ -85,6 +85,17 @@ class _StepLogger:
     log = log_engine_initialized = record_sleep_state = record_admission_rejection = _ignore
 
 
+def sequences_at_a_time(engine: Any) -> int:
+    """Most sequences that the engine computes at a time at its full speed."""
+    most = int(engine.vllm_config.scheduler_config.max_num_seqs)
+    compilation = engine.vllm_config.compilation_config
+    # Without CUDA graphs of that size a step of a small model takes several times as long.
+    graphs = getattr(compilation, "max_cudagraph_capture_size", None)
+    mode = getattr(compilation, "cudagraph_mode", None)
+    graphs = graphs if getattr(mode, "name", "NONE") != "NONE" else None
+    return min(most, int(graphs)) if graphs else most
+
+
 def hear_steps(engine: Any, hear: Callable[[Step], None]) -> bool:
     """Call `hear` with every step of the engine; return False without statistics."""
     loggers = getattr(getattr(engine, "logger_manager", None), "stat_loggers", None)

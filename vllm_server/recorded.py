@@ -252,9 +252,10 @@ def record(
     store: CompletionStore,
     history: VersionHistory,
     routing: RoutingRecorder | None = None,
+    cache_salt: Callable[[], int] = lambda: 0,
 ) -> Callable[..., AsyncIterator[Any]]:
-    """Wrap the engine's `generate`: request logprobs if the caller does not, and keep the
-    results."""
+    """Wrap the engine's `generate`: request logprobs if the caller does not, keep the results, and
+    add `cache_salt` to the prompt's."""
     from vllm.sampling_params import RequestOutputKind
 
     async def recording(
@@ -263,6 +264,8 @@ def record(
         # The oldest weights that can make this completion are those at the request's arrival.
         # Streams of deltas and requests that are not plainly sampled get no logprobs.
         params, version = sampling_params, history.current
+        if (salt := cache_salt()) and isinstance(prompt, dict):
+            prompt = {**prompt, "cache_salt": f"{prompt.get('cache_salt') or ''}#{salt}"}
         deltas = getattr(params, "output_kind", None) == RequestOutputKind.DELTA
         wanted = getattr(params, "logprobs", 0) is None and not deltas and _is_plain(params)
         if wanted:

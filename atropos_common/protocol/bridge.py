@@ -65,8 +65,10 @@ MOST_DIGESTS = 65536
 MOST_COMPLETIONS = 256
 ROUTING_FLAG = "enable-return-routed-experts"
 
-InFlight = Literal["keep", "wait", "recompute"]
-"""Effect of a pause on requests in flight. keep: they freeze, then go on with the new weights.
+InFlight = Literal["keep", "reuse", "wait", "recompute"]
+"""Effect of a pause on requests in flight. keep: they freeze, then go on with the new weights,
+which also compute their keys and values again. reuse: as keep, with the keys and values that they
+have.
 wait: they end first. recompute: they restart; streams of vLLM's own routes end with "abort"."""
 
 

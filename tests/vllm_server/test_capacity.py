@@ -134,6 +134,15 @@ def test_the_knee_is_where_an_eighth_of_the_rate_is_left_to_gain(seen: list[int]
     assert curve(256, seen).knee() == 256, "no more can run at a time"
 
 
+def test_slow_steps_above_a_size_end_the_knee_there() -> None:
+    """Above 512 sequences there are no CUDA graphs, and a step takes four times as long."""
+    found = curve(1024, [32, 64, 128, 256, 400, 500])
+    for n in (700, 1000):
+        for _ in range(200):
+            found.add(n, 4 * (FIXED_S + EACH_S * n))
+    assert 350 <= found.knee() <= 512
+
+
 @pytest.mark.parametrize("seen", [[60], [40, 60], [1, 2, 4]])
 def test_a_few_numbers_of_sequences_tell_no_knee(seen: list[int]) -> None:
     assert curve(1024, seen).knee() is None

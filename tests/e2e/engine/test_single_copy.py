@@ -69,7 +69,7 @@ def _reference(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-def _assert_equal_before_and_after(server: Server, folder: Path) -> None:
+def _assert_equal_before_and_after(server: Server, folder: Path, **settings: Any) -> None:
     """Against plain transformers: 1e-4 at the base weights and after 20 optimizer steps, under load
     all the time."""
     body = {"prompt": PROMPTS[0], "n": 4, "max_tokens": 24, "ignore_eos": True}
@@ -78,7 +78,7 @@ def _assert_equal_before_and_after(server: Server, folder: Path) -> None:
     before = largest_gap(base, answer)
     with Streams(server.url, TOKEN, with_token=True) as load:
         load.until(16)
-        records = train_on(server, folder, training_steps=20)
+        records = train_on(server, folder, training_steps=20, **settings)
         after_publish = time.monotonic()
         fresh, cached = server.generate(**body), server.generate(**body)
         load.until(24)
@@ -108,6 +108,13 @@ def _assert_equal_before_and_after(server: Server, folder: Path) -> None:
 def test_equal_before_and_after_twenty_steps_under_streams(server: Server, tmp_path: Path) -> None:
     assert "kinds of layers compute from the weights in place" in server.log.read_text()
     _assert_equal_before_and_after(server, tmp_path)
+
+
+@pytest.mark.slow
+def test_reused_keys_and_values_reach_no_later_request(tmp_path: Path) -> None:
+    """The same prompts before and after each publish: a block of older weights would be found."""
+    for running in _serve(tmp_path, IN_CI):
+        _assert_equal_before_and_after(running, tmp_path, in_flight="reuse")
 
 
 @pytest.mark.slow
@@ -164,6 +171,7 @@ def _digests(answer: dict[str, Any]) -> list[str]:
     ("in_flight", "versions"),
     [
         ("keep", [20, 21]),
+        ("reuse", [20, 21]),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
             for each in (("wait", [20, 20]), ("recompute", [21, 21]))
