@@ -46,8 +46,8 @@ CONTRAST, LEAST_GROWTH = 4.0, 0.25
 # At the knee 1 % more sequences make this many per cent more tokens a second: an eighth is left to
 # gain.
 KNEE_GAIN = 0.125
-# Where so many times as many sequences were no faster than this share allows, the fewer are the
-# knee, whatever the fit says: an engine may be slower without CUDA graphs of that size.
+# Sequences that reach this share of the best rate are the knee, whatever the fit says, if `TIMES`
+# as many were seen: an engine may be slower without CUDA graphs of that size.
 NO_FASTER, TIMES = 0.97, 1.4
 
 
