@@ -570,7 +570,7 @@ def _mode_contradictions(config: TrainingConfig) -> Iterator[str]:
         yield "--vllm-urls does nothing for lora_restart, which restarts the server at --vllm-port"
     if config.shares_memory and config.vllm_urls:
         yield "--vllm-urls does nothing in single copy: the manifest names the server"
-    if config.trains_adapters and config.in_flight != "keep":
+    if config.trains_adapters and config.in_flight in ("wait", "recompute"):
         yield (
             f"--in-flight {config.in_flight} does nothing with adapters, which are swapped "
             f"without a pause"

@@ -260,6 +260,10 @@ class WeightBridge:
 
     async def declare(self, version: int) -> None:
         """Make `version` the answering version; the caller holds the lock."""
+        if self._reuses:
+            # Cached blocks stay for the requests that have them. Later requests have another salt,
+            # so that they never match such a block.
+            self.cache_salt += 1
         # In this order: no token of the new weights may precede their version, and the hold ends
         # once they answer.
         await compat.read_outputs(self.engine)
@@ -276,12 +280,9 @@ class WeightBridge:
         await self.engine.resume_generation()
 
     async def reset_prefix_cache(self) -> None:
-        """Let no later request use a cached key or value; unless the pause says `reuse`, frozen
-        requests are recomputed from their tokens."""
+        """Drop every cached key and value; frozen requests are recomputed from their tokens. After
+        a pause with `reuse` they stay: `declare` keeps them from later requests."""
         if self._reuses:
-            # The cached blocks stay for the requests that have them. Others get another salt, so
-            # that they never match such a block.
-            self.cache_salt += 1
             return
         if not await self.engine.reset_prefix_cache(reset_running_requests=True):
             effect = "old keys and values would mix with new weights"

@@ -43,9 +43,9 @@ NEWEST = 0.005
 # The knee is known once the most sequences seen are this times the fewest, and cost this share of a
 # step's time.
 CONTRAST, LEAST_GROWTH = 4.0, 0.25
-# At the knee 1 % more sequences make this many per cent more tokens a second: an eighth is left to
-# gain.
-KNEE_GAIN = 0.125
+# At the knee 1 % more sequences make this many per cent more tokens a second, which is the share of
+# the highest rate that is left to gain.
+KNEE_GAIN = 0.07
 # Sequences that reach this share of the best rate are the knee, whatever the fit says, if `TIMES`
 # as many were seen: an engine may be slower without CUDA graphs of that size.
 NO_FASTER, TIMES = 0.97, 1.4

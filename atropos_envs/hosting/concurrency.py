@@ -36,6 +36,8 @@ REACHED = 0.8
 # A target that has reached the knee moves only if the knee moves by more than this share, at most
 # once in the interval.
 DEAD_BAND, SETTLED_S = 0.15, 10.0
+# Weight of a new estimate of the knee.
+STEADY = 0.1
 # Share of its slots or of its cache from which on an engine is full.
 FULL = 0.95
 # If it is full in two looks, this share of what runs is the limit. It grows by `REGROWTH` at the
@@ -89,7 +91,10 @@ class Concurrency:
             own: this environment's sequences in flight.
             now: monotonic seconds.
         """
-        self.knee = None if load.knee is None else load.knee * self.share
+        if load.knee is not None:
+            # Each estimate of a busy engine is some way off; their mean is not.
+            now_at, before = load.knee * self.share, self.knee
+            self.knee = now_at if before is None else before + STEADY * (now_at - before)
         if self.fixed:
             return
         if full := self._pressure(load):
@@ -150,13 +155,13 @@ class GroupMeter:
         return max(1, round(sequences / self.mean))
 
 
-def batches_ahead(groups: int, flat_share: float, batch: int, most: int) -> int:
+def batches_ahead(groups: int, batch: int, most: int) -> int:
     """Return how many batches of `batch` groups need queue slots for `groups` in flight.
 
     One batch more than the useful ones among them fill, so that a full queue stops no group while
     the trainer takes its next batch.
     """
-    return max(1, min(most, math.ceil(groups * (1.0 - flat_share) / max(1, batch)) + 1))
+    return max(1, min(most, math.ceil(groups / max(1, batch)) + 1))
 
 
 def from_environment(variables: Mapping[str, str], batch: int) -> Concurrency | None:

@@ -429,6 +429,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             most = None
             if self.concurrency is not None:
                 most = self._group_meter.groups(self.concurrency.target)
+                most = round(most * self.queue_slots.demand)
                 # BaseEnv cancels rollouts above this limit; a lower target only starts no more.
                 waiting = self.queue_slots.waiting
                 self.max_num_workers = max(most + waiting, len(self.workers))
@@ -460,9 +461,8 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             self.concurrency.look(load, own, time.monotonic())
         batch = self.derived_batch_size // self.config.group_size
         groups = self._group_meter.groups(self.concurrency.target)
-        self.config.max_batches_offpolicy = batches_ahead(
-            groups, self.queue_slots.flat_share, batch, self.concurrency.ahead
-        )
+        ahead = batches_ahead(groups, batch, self.concurrency.ahead)
+        self.config.max_batches_offpolicy = ahead
         # The manager's next round meets and reports the same error.
         with suppress(Exception):
             await self.add_train_workers()

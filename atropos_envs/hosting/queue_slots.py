@@ -118,6 +118,14 @@ class QueueSlots:
         return sum(self._flat) / (len(self._flat) + 1)
 
     @property
+    def demand(self) -> float:
+        """Share of the groups that the trainer can use in time: 1 up to two queued batches, one of
+        which trains, and 0 from four on."""
+        batch = self._all / max(1, self._ahead)
+        queued = (self._all - self.open_slots) / max(1.0, batch)
+        return min(1.0, max(0.0, (4.0 - queued) / 2.0))
+
+    @property
     def making(self) -> int:
         """Groups that are not finished."""
         return sum(not group.made for group in self._groups)

@@ -114,7 +114,7 @@ RUNNER = "atropos_envs.hosting.runner"
 WORKER_FLAGS = {"env.max_num_workers", "env.max_num_workers_per_node"}
 """Flags that limit the groups in flight; if one is set, the plan sets no limit."""
 AHEAD_FLAG, SHARE_FLAG = "env.max_batches_offpolicy", "env.min_batch_allocation"
-MOST_AHEAD = 4
+MOST_AHEAD = 8
 """Default of `AHEAD_FLAG` where the number of sequences in flight follows the engine."""
 LORA_SLOTS = 2
 """The newest adapter, and the one of completions still in flight."""

@@ -372,7 +372,7 @@ class EnvSection(ComponentOptions):
     often, because a group of equal scores teaches nothing."""
     concurrency: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Sequences that are generated at a time. auto: as many as the engine needs to come close to
-    its highest token rate, within the lag bound (env.max_batches_offpolicy, by default 4 batches).
+    its highest token rate, within the lag bound (env.max_batches_offpolicy, by default 8 batches).
     It has no effect if env.max_batches_offpolicy = 1, which generates batch by batch, or if workers
     are set (env.max_num_workers)."""
 

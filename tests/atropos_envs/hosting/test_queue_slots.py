@@ -272,3 +272,13 @@ async def test_no_rollout_begins_while_an_evaluation_stops_training(
         world, steps=8, eval_handling=EvalHandlingEnum.STOP_TRAIN, steps_per_eval=2
     )
     assert not env.tally.failures and max(trainer.lags) <= 1
+
+
+@pytest.mark.parametrize(
+    ("queued", "demand"), [(0, 1.0), (16, 1.0), (32, 1.0), (48, 0.5), (64, 0.0), (80, 0.0)]
+)
+def test_a_trainer_that_falls_behind_lowers_the_demand(queued: int, demand: float) -> None:
+    """Batches of 16 groups: one trains and one waits; what is beyond that only gets older."""
+    slots = QueueSlots()
+    slots.update(queued=queued, came=0, coming=0, places=112, ahead=7, step=0)
+    assert slots.demand == demand
