@@ -511,6 +511,31 @@ def test_workers_that_are_all_busy_are_named_with_their_number() -> None:
     )
 
 
+FOLLOWS = {"target_sequences": 200.0, "knee_sequences": 210.0, "batches_ahead": 8}
+"""Of an environment whose sequences in flight follow the engine."""
+
+
+@pytest.mark.parametrize(
+    ("phase", "do"),
+    [
+        ("knee", "set [env] concurrency above 200 sequences, or make its scoring faster"),
+        ("rising", "wait: the sequences in flight still rise to what the engine needs, or make"),
+        ("queue slots", "raise env.max_batches_offpolicy above 8 (policy lag grows with it); more"),
+    ],
+)
+def test_an_environment_that_follows_its_engine_is_told_of_its_own_bound(
+    phase: str, do: str
+) -> None:
+    counted = COUNTED | {"max_workers": 30, "concurrency": phase} | FOLLOWS
+    found = said(
+        flow(
+            0.79, 0.02, running=40.0, slots=1024.0, busy_workers=29.0, capacity_used=0.35, **counted
+        ),
+        mode="shared_vllm",
+    )
+    assert found.do.startswith(do)
+
+
 def test_an_environment_that_scores_most_of_the_time_is_told_to_score_faster() -> None:
     counted = COUNTED | {"max_workers": 16, "free_slots": 0.0}
     found = said(flow(0.9, 0.8, in_engine=6.4, busy_workers=16.0, **counted))

@@ -826,6 +826,43 @@ def test_a_foreign_environment_has_what_the_engine_computes_under_way(tmp_path: 
     assert planned([{"name": "ours", "module": "atropos_envs.arithmetic_server"}]) == [None]
 
 
+OUR_ENV = {"name": "ours", "module": "atropos_envs.arithmetic_server"}
+
+
+@pytest.mark.parametrize(
+    ("env", "more", "variables"),
+    [
+        ({}, {}, ("auto", "8", "1")),
+        ({"concurrency": 300}, {}, ("300", "8", "1")),
+        ({"args": {"env.max_batches_offpolicy": 3}}, {}, ("auto", "3", "1")),
+        ({}, {"trainer": {"max_policy_lag": 4}}, ("auto", "2", "1")),
+        ({"args": {"env.max_batches_offpolicy": 1}}, {}, None),
+        ({"args": {"env.max_num_workers": 16}}, {}, None),
+        ({"args": {"env.min_batch_allocation": 0.5}}, {}, None),
+        ({"refill": False}, {}, None),
+        ({}, {"trainer": {"max_policy_lag": 0}}, None),
+        ({}, {"mode": "lora_restart"}, None),
+    ],
+)
+def test_sequences_in_flight_follow_the_engine_unless_something_is_set_by_hand(
+    env: dict[str, Any], more: dict[str, Any], variables: tuple[str, str, str] | None
+) -> None:
+    (part,) = (p for p in stack(profile(env=OUR_ENV | env, **more)).components if p.role == "env")
+    names = "ATROPOS_CONCURRENCY", "ATROPOS_BATCHES_AHEAD", "ATROPOS_ENGINE_SHARE"
+    assert tuple(part.env.get(name) for name in names) == (variables or (None, None, None))
+
+
+def test_environments_of_one_engine_share_its_knee_and_a_yaml_file_counts_too(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "waves.yaml"
+    file.write_text("env:\n  max_batches_offpolicy: 1\n")
+    both = profile(env=[OUR_ENV, OUR_ENV | {"name": "waves", "config": str(file)}])
+    one, waves = (part.env for part in stack(both).components if part.role == "env")
+    assert one["ATROPOS_ENGINE_SHARE"] == "0.5"
+    assert "ATROPOS_CONCURRENCY" not in waves
+
+
 def test_an_environment_s_temporary_files_go_with_it() -> None:
     for env in ({"module": "json"}, {"command": ["sleep", "1"]}):
         assert [
