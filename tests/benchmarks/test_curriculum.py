@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.curriculum import LEAST_GAIN, SETTINGS, World, simulate
+from benchmarks.rollouts.curriculum import LEAST_GAIN, SETTINGS, World, simulate
 
 
 def test_more_groups_are_useful_for_the_same_tokens_and_the_learner_learns_more() -> None:

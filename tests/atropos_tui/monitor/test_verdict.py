@@ -512,7 +512,7 @@ def test_workers_that_are_all_busy_are_named_with_their_number() -> None:
 
 
 FOLLOWS = {"target_sequences": 200.0, "knee_sequences": 210.0, "batches_ahead": 8}
-"""Of an environment whose sequences in flight follow the engine."""
+"""Fields of an environment whose sequences in flight follow the engine."""
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Compare `[env] curriculum = "pass_rate"` with "none": useful groups per generated token.
 
-    python -m benchmarks.curriculum [--simulated] [--demo] [--steps 60] [--set KEY=VALUE]...
+    python -m benchmarks.rollouts.curriculum [--simulated] [--demo] [--steps 60] [--set KEY=VALUE]...
         [--seeds 0 1 2] [--json]
 
 A group is useful if its scores differ. Without a flag both parts run:
@@ -224,7 +224,7 @@ def show(before: Outcome, after: Outcome) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        "python -m benchmarks.curriculum",
+        "python -m benchmarks.rollouts.curriculum",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,6 +1,6 @@
 """Measure what `/generate` costs beside the engine: CPU time of server and client per completion.
 
-    python -m benchmarks.engine_http [--tokens 300] [--against FOLDER] [--json]
+    python -m benchmarks.rollouts.engine_http [--tokens 300] [--against FOLDER] [--json]
 
 The engine is a stand-in that returns each completion at once, with logprobs in vLLM's flat form.
 Server (our routes and middleware under uvicorn) and client run in processes of their own. Clients:
@@ -34,7 +34,7 @@ from benchmarks.support.checks import Checks
 from benchmarks.support.children import Child, answer, free_ports
 from benchmarks.support.shapes import byte_level
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 READY_S = 120.0
 WORKERS = 32  # groups in flight
 WARM_UP = 40  # groups before the measurement
@@ -209,7 +209,7 @@ def measure(asked: argparse.Namespace, version: str, root: Path, kind: str) -> C
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        "python -m benchmarks.engine_http", description=(__doc__ or "").split("\n")[0]
+        "python -m benchmarks.rollouts.engine_http", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--tokens", type=int, default=300, help="tokens of a completion")
     parser.add_argument("--groups", type=int, default=400, help="groups of 8 per measurement")
