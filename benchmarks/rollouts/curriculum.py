@@ -1,7 +1,7 @@
 """Compare `[env] curriculum = "pass_rate"` with "none": useful groups per generated token.
 
-    python -m benchmarks.rollouts.curriculum [--simulated] [--demo] [--steps 60] [--set KEY=VALUE]...
-        [--seeds 0 1 2] [--json]
+    python -m benchmarks.rollouts.curriculum [--simulated] [--demo] [--steps 60]
+        [--set KEY=VALUE]... [--seeds 0 1 2] [--json]
 
 A group is useful if its scores differ. Without a flag both parts run:
 
