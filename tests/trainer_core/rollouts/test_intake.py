@@ -231,10 +231,7 @@ class Stamping(AddingEngine):
     async def generate(self, request: web.Request) -> web.Response:
         born = self.version
         answer = json.loads((await super().generate(request)).body)  # type: ignore[arg-type]
-        answer["logprobs"] = [
-            [[dict.fromkeys(position[0], -1.0 - born)] for position in sequence]
-            for sequence in answer["logprobs"]
-        ]
+        answer["sampled_logprobs"] = [[-1.0 - born] * len(ids) for ids in answer["token_ids"]]
         return web.json_response(answer)
 
 
