@@ -2,9 +2,8 @@ r"""Comparison of answers as mathematics: `1,000` is `1000`, `\frac{1}{2}` is `0
 
     python -m atropos_envs.grading
 
-is a worker of `Graders`: it compares answers that arrive on its standard input, a socket. An
-environment compares in such workers, because one answer may take seconds and its event loop has
-hundreds of requests in flight.
+runs a worker of `Graders`, which compares answers from its standard input, a socket. A comparison
+may take seconds, too long for the environment's event loop.
 """
 
 from __future__ import annotations
@@ -28,24 +27,24 @@ log = logging.getLogger(__name__)
 
 THINK_END = "</think>"
 BOX = "\\boxed"
-# Characters of an answer that are parsed; a longer crafted one could parse for hours.
+# Limit of parsed characters of an answer: the parser could take hours for a long crafted one.
 LONGEST_ANSWER = 400
 # Seconds for parsing, and for comparing, one answer. A usual answer takes milliseconds.
 VERIFY_TIMEOUT_S = 3
-# Seconds until a worker with one question is killed: no signal handler of Python interrupts a long
-# operation in C.
+# Limit of one question, in seconds; then the worker is killed. Python's signal handlers cannot
+# interrupt a long operation in C.
 KILL_S = 3 * VERIFY_TIMEOUT_S + 1
 # Seconds for a worker's start, mostly the import of sympy: one second on an idle machine.
 START_S = 120
 MOST_WORKERS = 8
-# Seconds without an idle worker before a further one starts.
+# Seconds without an idle worker before another one starts.
 BUSY_S = 0.5
-# Bytes of a worker's address space: a crafted number must not fill the machine's memory.
+# Limit of a worker's address space, in bytes: a crafted number must not fill the machine's memory.
 MEMORY = 2 << 30
 
 
 def answer_of(completion: str) -> str:
-    """Return the last box after the completion's thinking, else the completion's end."""
+    """Return the last box after the thinking, else the completion's end."""
     text = completion.rpartition(THINK_END)[2]
     # The last box: models often box intermediate results first.
     box = text.rfind(BOX)
@@ -94,7 +93,7 @@ def _gold(gold: str) -> list[Any]:
 
 @lru_cache(maxsize=4096)
 def is_right(answer: str, gold: str) -> bool:
-    """Return True if two answers are equal; both as `answer_of` returns them."""
+    """Compare two results of `answer_of`."""
     from math_verify import verify
 
     return bool(verify(_gold(gold), parse_answer(answer), timeout_seconds=VERIFY_TIMEOUT_S))
@@ -105,7 +104,7 @@ class WorkerEnded(Exception):
 
 
 class _Worker:
-    """One process, which answers one question at a time."""
+    """Process that answers one question at a time."""
 
     def __init__(
         self,
@@ -155,7 +154,7 @@ def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 
 class Graders:
-    """Worker processes, at most one for each core; a further one starts when all stay busy."""
+    """Worker processes, at most one per core; another starts when all stay busy."""
 
     # A worker takes 90 MB and a second of CPU time to start, and compares a usual answer in 1 ms.
     def __init__(self) -> None:
@@ -168,7 +167,6 @@ class Graders:
         return await self._ask(answer_of(gold))
 
     async def right(self, completion: str, gold: str) -> bool:
-        """Return True if the answer in `completion` equals the one in `gold`."""
         return await self._ask(answer_of(gold), answer_of(completion))
 
     def close(self) -> None:
@@ -176,7 +174,7 @@ class Graders:
             self._end(self._idle.get_nowait())
 
     async def _ask(self, *question: str) -> bool:
-        # Twice, because a worker may end for another reason than its question.
+        # Two attempts: a worker may die for a reason other than its question.
         for _ in range(2):
             worker = await self._take()
             try:
@@ -189,12 +187,12 @@ class Graders:
             except WorkerEnded:
                 self._end(worker)
             except BaseException:
-                self._end(worker)  # it would answer the next question with this verdict
+                self._end(worker)  # its late verdict would answer the next question
                 raise
             else:
                 self._idle.put_nowait(worker)
                 return verdict
-        log.warning("an answer ended two graders and counts as wrong")
+        log.warning("an answer crashed two graders and counts as wrong")
         return False
 
     async def _take(self) -> _Worker:
@@ -222,10 +220,10 @@ class Graders:
 
 def serve(connection: socket.socket) -> None:
     """Answer each line `[gold]` (is it readable?) or `[gold, answer]` (is it right?)."""
-    import latex2sympy2_extended  # noqa: F401  # the imports take a second: before the first line
+    import latex2sympy2_extended  # noqa: F401  # before the first line: it takes a second
     import math_verify  # noqa: F401
 
-    # The environment decides when it is done: a signal to its process group ends no grader.
+    # Ignore signals to the environment's process group: the environment ends its graders itself.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))

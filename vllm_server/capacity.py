@@ -1,7 +1,7 @@
-"""Most tokens a second that an engine can make, learned from its own steps.
+"""Highest token rate of an engine, estimated from its own steps.
 
-A step of n sequences that hold the share u of the KV cache takes about `a + b * n + c * u` seconds.
-The curve is fitted to the steps and read at as many sequences as fit, at their present length.
+A step of n sequences that use the share u of the KV cache takes about `a + b * n + c * u` seconds.
+The fitted curve is evaluated at the number of sequences that fit, at their present length.
 """
 
 from __future__ import annotations
@@ -18,36 +18,35 @@ from numpy.typing import NDArray
 
 from atropos_common.protocol.bridge import EngineLoad
 
-# Least number and seconds of the steps in one sample: a busy server gets many steps at once, then
-# none for a while.
+# Minimum steps and seconds in one sample: a busy server receives steps in bursts.
 STEPS, SAMPLE_S = 8, 0.5
-# The newest samples of each number of sequences, and how many it takes to use them.
+# Samples kept for each number of sequences, and the minimum for a point of the curve.
 SAMPLES_KEPT = 64
 SAMPLES_NEEDED = 3
-# Quantile of the samples that counts: a slower step shared the machine or was paused.
+# Quantile of the samples that counts: slower ones shared the machine or were paused.
 FASTEST = 0.1
-# Share of the most sequences from which on the best rate seen is the answer without a fit.
+# Without a fit, the best rate seen is the ceiling if steps reached this share of `most` sequences.
 NEARLY_ALL = 0.8
-# Steps of sequences whose share of the KV cache differs by less than this have the same length.
+# Sequences count as equally long if their shares of the KV cache differ by less than this fraction.
 SAME_LENGTH = 0.25
-# Least relative error of a point: steps do not lie exactly on the curve.
+# Minimum relative error of a point: steps do not lie exactly on the curve.
 NOISE = 0.03
-# Part of a step's time that reading the KV cache may take, as long as the steps do not tell it.
+# Part of a step's time that reading the KV cache may take, until the steps show it.
 KV_PART = 0.5
-# The curve is read at no more than this times the most sequences seen.
+# The curve is extrapolated to at most this multiple of the most sequences seen.
 MOST_EXTRAPOLATED = 32.0
-# Largest relative standard error of the fitted step time for which the answer counts as known.
+# The fit counts only up to this relative standard error of the step time.
 MOST_ERROR = 0.15
 # Weight of the newest step in the moving average of a sequence's share of the KV cache.
 NEWEST = 0.005
-# The knee is known once the most sequences seen are this times the fewest, and cost this share of a
-# step's time.
+# The knee is known once the most sequences seen are `CONTRAST` times the fewest, and cost at least
+# the share `LEAST_GROWTH` of a step's time.
 CONTRAST, LEAST_GROWTH = 4.0, 0.25
-# At the knee 1 % more sequences make this many per cent more tokens a second, which is the share of
-# the highest rate that is left to gain.
+# At the knee 1 % more sequences raise the token rate by this many per cent. The same number is the
+# share of the highest rate that is left to gain.
 KNEE_GAIN = 0.07
-# Sequences that reach this share of the best rate are the knee, whatever the fit says, if `TIMES`
-# as many were seen: an engine may be slower without CUDA graphs of that size.
+# The knee is no higher than the fewest sequences that reach this share of the best rate, if `TIMES`
+# as many were seen: an engine may be slower at sizes without a CUDA graph, which the fit ignores.
 NO_FASTER, TIMES = 0.97, 1.4
 
 
@@ -67,7 +66,7 @@ class Point:
 
 @dataclass
 class _Bin:
-    """Samples of about the same number of sequences."""
+    """Samples with about the same number of sequences."""
 
     samples: deque[Point] = field(default_factory=lambda: deque(maxlen=SAMPLES_KEPT))
     steps: int = 0
@@ -95,10 +94,10 @@ class _Bin:
 class StepCurve:
     def __init__(self, slots: int) -> None:
         self._slots = slots
-        # Bins are never dropped: an engine that now runs as many sequences all the time has shown
-        # the cost of fewer while it started.
+        # Bins are never dropped: an engine that now always runs many sequences showed the cost of
+        # fewer only during its start.
         self._bins: dict[int, _Bin] = {}
-        # Share of the KV cache that one sequence takes, a moving average; 0 while unknown.
+        # Moving average of one sequence's share of the KV cache; 0 while unknown.
         self._kv_share = 0.0
 
     def add(self, sequences: int, seconds: float, kv_use: float = 0.0) -> None:
@@ -107,7 +106,7 @@ class StepCurve:
             self._bins.setdefault(at, _Bin()).add(sequences, seconds, kv_use)
 
     def hold(self, sequences: int, kv_use: float) -> None:
-        """Note the share of the KV cache, 0 to 1, that running sequences take."""
+        """Record the KV cache use of the running sequences, 0 to 1."""
         if sequences > 0 and kv_use > 0:
             share = kv_use / sequences
             self._kv_share += (NEWEST if self._kv_share else 1.0) * (share - self._kv_share)
@@ -118,12 +117,12 @@ class StepCurve:
         return min(self._slots, max(1.0, 1.0 / self._kv_share)) if self._kv_share else self._slots
 
     def ceiling(self) -> float | None:
-        """Tokens a second at `most` sequences; None while too little was seen."""
+        """Tokens a second at `most` sequences; None: unknown yet."""
         points = [point for each in self._bins.values() if (point := each.point())]
         if not points:
             return None
         most = self.most
-        # A rate that shorter sequences reached says nothing about the present ones.
+        # Rates of sequences of another length do not apply to the present ones.
         present = [point for point in points if self._is_present(point)]
         best = max((point.rate for point in present), default=0.0)
         if most > MOST_EXTRAPOLATED * max(point.sequences for point in points):
@@ -140,8 +139,7 @@ class StepCurve:
         return abs(math.log(share / self._kv_share)) < math.log1p(SAME_LENGTH)
 
     def knee(self) -> float | None:
-        """Sequences from which on more of them hardly raise tokens a second, at most `most`; None
-        while too little was seen."""
+        """Sequences beyond which the token rate hardly rises, at most `most`; None: unknown yet."""
         points = [point for each in self._bins.values() if (point := each.point())]
         known = [knee for knee in (_seen_knee(points), self._fitted_knee(points)) if knee]
         return min(self.most, *known) if known else None
@@ -160,7 +158,7 @@ class StepCurve:
 
 
 def _seen_knee(points: list[Point]) -> float | None:
-    """Fewest sequences that were nearly as fast as all others, if many more were seen."""
+    """Fewest sequences at nearly the best rate; None unless many more were seen."""
     best = max((point.rate for point in points), default=0.0)
     fast = min(
         (point.sequences for point in points if point.rate >= NO_FASTER * best), default=math.inf
@@ -169,18 +167,19 @@ def _seen_knee(points: list[Point]) -> float | None:
 
 
 def _fitted(points: list[Point], sequences: float, kv_use: float) -> tuple[float, float] | None:
-    """Seconds of a step by a fit of relative errors, in a fixed part and one that grows with the
-    sequences; None if the points leave the sum open."""
+    """Fit the seconds of a step: a fixed part, and one that grows with the sequences; None if
+    uncertain."""
     seconds = np.array([point.seconds for point in points])
     wanted = np.array([1.0, sequences, kv_use])
     seen = np.array([[1.0, point.sequences, point.kv_use] for point in points])
-    # The unknowns are the three parts of the wanted step, in seconds.
+    # The fit minimizes relative errors. Its unknowns are the three parts of the wanted step, in
+    # seconds.
     parts = seen / np.where(wanted > 0, wanted, 1.0)
     longest, fullest = float(seconds.max()), float(parts[:, 2].max())
-    # Prior knowledge as further rows: the parts are finite, and reading the KV cache is no more
-    # than a part of a step.
+    # Prior knowledge as additional rows: the parts are finite, and reading the KV cache takes at
+    # most `KV_PART` of a step.
     prior = np.diag(np.full(3, NOISE / (MOST_EXTRAPOLATED * longest)))
-    # Without a known use of the cache, its cost is part of each sequence's.
+    # If the use of the cache is unknown, its cost is part of each sequence's.
     prior[2, 2] = NOISE * fullest / (KV_PART * longest) if fullest else 1e3 / longest
     rows = np.vstack([parts / seconds[:, None], prior])
     target = np.concatenate([np.ones(len(points)), np.zeros(3)])
@@ -194,7 +193,7 @@ def _fitted(points: list[Point], sequences: float, kv_use: float) -> tuple[float
 
 
 def _not_negative(rows: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Least squares with no solution below 0, by trying every choice of columns."""
+    """Least squares with solutions from 0 on: try every subset of columns."""
     width = rows.shape[1]
     best, best_error = np.zeros(width), math.inf
     for chosen in (each for n in range(1, width + 1) for each in combinations(range(width), n)):
@@ -208,15 +207,14 @@ def _not_negative(rows: NDArray[np.float64], target: NDArray[np.float64]) -> NDA
 
 @dataclass(frozen=True)
 class Step:
-    """One step of an engine, when the server has its tokens."""
+    """One engine step, once the server has its tokens."""
 
     engine: int
     tokens: int
     running: int | None
-    """Sequences that go on after it; None if unknown."""
+    """Unfinished sequences after it; None: unknown."""
     waiting: int | None
     kv_use: float | None
-    """Share of the KV cache in use, 0 to 1."""
 
 
 class EngineCapacity:
@@ -225,11 +223,11 @@ class EngineCapacity:
     def __init__(self, slots: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._slots = clock, slots
         self._curve = StepCurve(slots)
-        # Time of each engine's last step; None if it has no work since. With data parallelism the
-        # engines share one curve, and each adds its ceiling.
+        # Time of each engine's last step; None while it has no work. With data parallelism the
+        # engines share one curve, whose ceiling counts once for each.
         self._ended: dict[int, float | None] = {}
         self.generated = 0
-        """Tokens since the server began."""
+        """Tokens since the server started."""
         self._last: dict[int, Step] = {}
 
     def step(self, step: Step) -> None:
@@ -239,23 +237,23 @@ class EngineCapacity:
             self._last[step.engine] = step
         if step.running and step.kv_use:
             self._curve.hold(step.running, step.kv_use)
-        # The beginning of the first step after a time without work is not known.
+        # The start of the first step after a time without work is unknown.
         if before is not None:
             self._curve.add(step.tokens, now - before, step.kv_use or 0.0)
         self._ended[step.engine] = None if step.running == 0 and not step.waiting else now
 
     def ceiling(self) -> float | None:
-        """Tokens a second of all engines; None while unknown."""
+        """Tokens a second of all engines; None: unknown yet."""
         one = self._curve.ceiling()
         return None if one is None else one * max(1, len(self._ended))
 
     def knee(self) -> float | None:
-        """Sequences at the knee of all engines' curve, as `StepCurve.knee`."""
+        """`StepCurve.knee`, summed over the engines."""
         one = self._curve.knee()
         return None if one is None else one * max(1, len(self._ended))
 
     def load(self) -> EngineLoad:
-        """Return the state after the newest steps."""
+        """Return the load after the newest steps."""
         last = list(self._last.values())
         return EngineLoad(
             running=sum(step.running or 0 for step in last),

@@ -1,6 +1,6 @@
 """Weight versions of completions, and the state that decides whether the server may generate.
 
-Times are `time.monotonic()` seconds, passed in. On Linux all processes share that clock, so the
+Callers pass times in `time.monotonic()` seconds. On Linux all processes share that clock, so an
 engine's token times and the server's version changes are comparable.
 """
 
@@ -36,9 +36,9 @@ class SpanStore:
     """Bounded map from completion digest to span."""
 
     def __init__(self, path: Path | None = None, *, capacity: int = 200_000) -> None:
-        # A restarted server knows its predecessor's completions from this file, one line each with
-        # a digest and its span. Lines reach the kernel at once, so they survive a
-        # killed server, but not a power loss.
+        # A restarted server reads its predecessor's completions from this file: one line each, with
+        # digest and span. Each write goes to the kernel at once, so lines survive a killed server,
+        # but not a power loss.
         self._path, self._capacity = path, capacity
         self._spans: OrderedDict[str, VersionSpan] = OrderedDict()
         self._lines = 0
@@ -67,7 +67,7 @@ class SpanStore:
             self._failed(error)
 
     def look_up(self, digests: Sequence[str]) -> list[VersionSpan | None]:
-        """Return the spans of `digests`; None for an unknown or dropped digest."""
+        """Return the spans of `digests`; None: unknown or dropped."""
         found = []
         for digest in digests:
             span = self._spans.get(digest)
@@ -82,11 +82,11 @@ class SpanStore:
         if len(self._spans) > self._capacity:
             self._spans.popitem(last=False)
 
-    # A full disk must not stop rollouts: only a restart would lose spans.
+    # A full disk must not stop rollouts. It loses spans only at a restart.
     def _failed(self, error: OSError) -> None:
         if not self._warned:
             why = f"{self._path} cannot be written ({error})"
-            logger.warning("%s: a restarted server will not know", why)
+            logger.warning("%s: a restarted server will not know these weight versions", why)
         self._warned = True
 
     def _compact(self, path: Path) -> None:
@@ -152,7 +152,7 @@ class VersionHistory:
 
     @contextmanager
     def follow(self, request_id: str) -> Iterator[TokensAt]:
-        """Yield the request's tokens at each change, which `change` fills in meanwhile."""
+        """Yield a map in which `change` records the request's tokens."""
         tokens_at = self._followed[request_id] = {}
         try:
             yield tokens_at
@@ -160,18 +160,18 @@ class VersionHistory:
             del self._followed[request_id]
 
     def span(self, first: float, last: float) -> Span:
-        """Return the oldest and newest version from `first` to `last`, included."""
+        """Return the oldest and newest version from `first` to `last`, inclusive."""
         inside = self._versions[self._between(first, last)]
         return min(inside), max(inside)
 
     def runs(self, first: float, last: float, tokens: int, tokens_at: TokensAt) -> Runs:
         """Return how many of a completion's tokens each version made.
 
-        A change that `tokens_at` lacks splits them by time.
+        A change that `tokens_at` lacks divides them in proportion to time.
 
         Args:
             first: time of the first token; `last` likewise.
-            tokens: tokens of the completion, at least 1.
+            tokens: at least 1.
         """
         inside = self._between(first, last)
         ends = [
@@ -187,7 +187,6 @@ class VersionHistory:
         return runs
 
     def _between(self, first: float, last: float) -> slice:
-        """Return the indices of versions from `first` to `last`."""
         low = max(bisect_right(self._since, first) - 1, 0)
         return slice(low, max(bisect_right(self._since, last), low + 1))
 
@@ -199,14 +198,12 @@ def span_of(span: Span, runs: Runs) -> VersionSpan:
     return VersionSpan(*span, tokens, total / max(tokens, 1))
 
 
-# Of a lease: resume, or stay paused and become unhealthy.
+# Result of an expired lease: resume, or stay paused and become unhealthy.
 Expiry = Literal["resume", "fault"]
 
 
 @dataclass
 class BridgeState:
-    """Hold, pause, dirty flag and lease of one server."""
-
     held: bool = False
     weight_version: int | None = None
     paused: bool = False
@@ -215,7 +212,7 @@ class BridgeState:
     holder: str = ""
     """Holder of the pause; empty: any client may resume."""
     fault: str | None = None
-    """Reason why the server is unhealthy, for the user."""
+    """Reason for the user why the server is unhealthy."""
 
     def pause(self, *, lease_s: float, dirty: bool, now: float, holder: str = "") -> None:
         """Start or renew a pause, or take over another holder's.
@@ -228,7 +225,7 @@ class BridgeState:
             raise ValueError(f"lease_s must be above 0 and {limit}, not {lease_s}")
         self.paused = True
         self.holder = holder
-        # Until a resume: another pause does not make half-written weights whole.
+        # Stays set until a resume: another pause does not complete half-written weights.
         self.dirty = self.dirty or dirty
         self.lease_until = now + lease_s
         self.fault = None
@@ -240,15 +237,15 @@ class BridgeState:
         self._release()
 
     def expire(self, now: float) -> Expiry | None:
-        """Handle a possibly expired lease: a clean pause ends, a dirty one becomes a fault."""
+        """At the end of the lease, end a clean pause, or turn a dirty one into a fault."""
         if not self.paused or self.lease_until is None or now < self.lease_until:
             return None
         if self.dirty:
             self.lease_until = None
             self.fault = (
-                "a write to the weights began and was never declared complete (no /bridge/resume "
-                "within the lease); they may be half-written. Let the trainer publish again, or "
-                "restart this server."
+                "the weights may be half-written: a write began, and no /bridge/resume declared it "
+                "complete within the lease. fix: let the trainer publish again, or restart this "
+                "server"
             )
             return "fault"
         self._release()

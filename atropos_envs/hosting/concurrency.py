@@ -1,9 +1,8 @@
-"""Number of completions in flight: kept at the knee of the engines' throughput curve.
+"""Number of completions in flight, kept at the knee of the engines' throughput curve.
 
-Below the knee an engine generates fewer tokens a second than it could; above it, more sequences
-only take longer each, and train later. The engine measures its own curve (`EngineLoad.knee`).
-`Concurrency` starts with one batch, raises the number of sequences until the engine knows the knee,
-and follows it. A queue at the engine or a full cache ends the rise.
+Below the knee an engine could generate more tokens a second. Above it, completions take longer and
+train later. The engine measures its own curve (`EngineLoad.knee`). `Concurrency` raises its target
+until the knee is known, then follows the knee. A queue at the engine or a full cache ends the rise.
 """
 
 from __future__ import annotations
@@ -31,52 +30,51 @@ LOOK_S = 1.0
 LOOK_TIMEOUT = aiohttp.ClientTimeout(total=2)
 # Factor and interval of the rise. An interval fills two samples of the engine's curve.
 RISE, RISE_S = 1.5, 3.0
-# Share of the target that must be in flight before it rises: else something else is the bound.
+# The target rises only while this share of it is in flight; below, something else is the bound.
 REACHED = 0.8
-# A target that has reached the knee moves only if the knee moves by more than this share, at most
-# once in the interval.
+# A target at the knee moves only if the knee moves by more than this share, and at most once per
+# interval (s).
 DEAD_BAND, SETTLED_S = 0.15, 10.0
-# Weight of a new estimate of the knee.
+# Weight of a new estimate in the moving average of the knee.
 STEADY = 0.1
-# Share of its slots or of its cache from which on an engine is full.
+# An engine counts as full from this share of its slots or of its cache.
 FULL = 0.95
-# If it is full in two looks, this share of what runs is the limit. It grows by `REGROWTH` at the
-# end of each interval, since lengths change.
+# After two full looks in a row, the limit is `EASE` times the running sequences. It grows by the
+# factor `REGROWTH` every `EASED_S` seconds, because lengths change.
 EASE, EASED_S, REGROWTH = 0.9, 60.0, 1.05
-# Limit of the target at the start: an engine knows its knee once it has seen four times as many.
+# Limit of the first target. It is low, because an engine knows its knee only after it has run four
+# times as many sequences.
 FIRST = 32
-# Share of the running sequences above which waiting ones are a queue. Requests that arrive between
-# two steps wait for a moment.
+# Waiting sequences are a queue above this share of the running ones: requests that arrive between
+# two steps always wait for a moment.
 QUEUED = 0.1
-# Weight of a new look in the mean number of sequences of a group.
+# Weight of a new sample in the mean number of sequences of a group.
 SMOOTHING = 0.2
 
 Phase = Literal["fixed", "rising", "knee", "engine full", "cache full", "queue slots"]
-"""Bound on the completions in flight. fixed: the profile's number. rising: the knee is not known
-yet. knee: more would hardly add tokens a second. engine full: the engine computes no more at a
-time. cache full: the KV cache holds no more. queue slots: the lag bound allows no more groups."""
+"""Bound on the completions in flight. fixed: the profile's number. rising: not at the knee yet.
+engine full: its slots are used. cache full: its KV cache is. queue slots: the lag bound."""
 
 
 @dataclass
 class Concurrency:
-    """Target of one environment, in sequences."""
+    """Number of sequences that one environment keeps in flight."""
 
     first: int
-    """Target at the start."""
     ahead: int
-    """Limit of batches that groups in flight and in the queue may fill."""
+    """Limit of batches filled by groups in flight and in the queue."""
     share: float = 1.0
-    """Part of the engines that is this environment's."""
+    """This environment's share of the engines."""
     fixed: bool = False
-    """The target is the profile's number."""
+    """The profile sets the target."""
     target: float = field(init=False)
     phase: Phase = field(init=False)
     knee: float | None = None
-    """This environment's part of the engines' knee, in sequences."""
+    """This environment's share of the engines' knee, in sequences."""
     _moved_at: float = -math.inf
     _limit: float = math.inf
     _full: Phase = "engine full"
-    """Reason of the limit; without one the engine's slots are it."""
+    """Cause of `_limit`."""
     _eased_at: float = -math.inf
     _full_before: Phase | None = None
 
@@ -89,10 +87,9 @@ class Concurrency:
         Args:
             load: sum over the engines.
             own: this environment's sequences in flight.
-            now: monotonic seconds.
         """
         if load.knee is not None:
-            # Each estimate of a busy engine is some way off; their mean is not.
+            # Single estimates of a busy engine scatter; their mean is close to the knee.
             now_at, before = load.knee * self.share, self.knee
             self.knee = now_at if before is None else before + STEADY * (now_at - before)
         if self.fixed:
@@ -107,10 +104,10 @@ class Concurrency:
             self._limit, self._eased_at = self._limit * REGROWTH, now
         most = min(load.slots * self.share, self._limit)
         goal = min(most, math.inf if self.knee is None else self.knee)
-        # At a limit the target follows its slow growth.
+        # At a limit the target follows the limit's slow growth.
         band = 0.0 if self.phase == self._full else DEAD_BAND
         if self.target < goal * (1.0 - band):
-            # The engine needs a while at each level to measure its rate there.
+            # The engine needs `RISE_S` at each level to measure its rate there.
             if now - self._moved_at >= RISE_S and own >= REACHED * self.target:
                 self._move(min(goal, RISE * self.target), now)
             if self._limit == math.inf or goal < most:
@@ -120,10 +117,10 @@ class Concurrency:
             self._move(goal, now)
         self.phase = "knee" if self.knee is not None and self.knee < most else self._full
 
-    # Preemptions are no sign: each publish preempts all that runs, to compute its keys and values
-    # with the new weights.
+    # Preemptions do not show pressure: each publish preempts all running sequences, to compute
+    # their keys and values with the new weights.
     def _pressure(self, load: EngineLoad) -> Phase | None:
-        """Return what is full in this look and the one before it."""
+        """Return what is full, at the second full look in a row."""
         queued = load.waiting > QUEUED * load.running and load.running >= FULL * load.slots
         found: Phase | None = "cache full" if load.kv_use >= FULL else None
         found = found or ("engine full" if queued else None)
@@ -137,10 +134,10 @@ class Concurrency:
 
 
 class GroupMeter:
-    """Mean number of sequences in flight of a group that is being made."""
+    """Mean number of sequences in flight of an unfinished group."""
 
-    # Short completions of a group end before its long ones, and a group that is scored or uses a
-    # tool has none in flight. So more groups are needed than the target divided by their size.
+    # Short completions of a group end before its long ones, and a group has none in flight while it
+    # is scored or uses a tool. So the target needs more groups than target / group size.
     def __init__(self, group_size: int) -> None:
         self._size = group_size
         self.mean = float(group_size)
@@ -151,25 +148,21 @@ class GroupMeter:
             self.mean += SMOOTHING * (now - self.mean)
 
     def groups(self, sequences: float) -> int:
-        """Return the number of groups that have `sequences` in flight."""
+        """Return how many groups have `sequences` in flight."""
         return max(1, round(sequences / self.mean))
 
 
 def batches_ahead(groups: int, batch: int, most: int) -> int:
-    """Return how many batches of `batch` groups need queue slots for `groups` in flight.
+    """Return how many batches of `batch` groups need queue slots.
 
-    One batch more than the useful ones among them fill, so that a full queue stops no group while
-    the trainer takes its next batch.
+    One more than `groups` in flight fill: no group waits while the trainer takes its next batch.
     """
     return max(1, min(most, math.ceil(groups / max(1, batch)) + 1))
 
 
 def from_environment(variables: Mapping[str, str], batch: int) -> Concurrency | None:
-    """Return the target that the plan asks for; None: the environment's own worker settings.
-
-    Args:
-        batch: sequences of a batch.
-    """
+    """Return the target that the plan sets for a batch of `batch` sequences; None: atroposlib's
+    worker settings decide."""
     asked, ahead = variables.get(ENV_CONCURRENCY, ""), int(variables.get(ENV_AHEAD, "1"))
     share = float(variables.get(ENV_ENGINE_SHARE, "1"))
     if not asked:
@@ -180,14 +173,14 @@ def from_environment(variables: Mapping[str, str], batch: int) -> Concurrency | 
 
 
 class LoadReader:
-    """Read the load of several engines, as a sum."""
+    """Reader of the summed load of several engines."""
 
     def __init__(self, urls: Sequence[str], http: Callable[[], aiohttp.ClientSession]) -> None:
         self._roots = [url.rstrip("/").removesuffix("/v1") for url in urls]
         self._http = http
 
     async def read(self) -> EngineLoad | None:
-        """Return None if an engine does not answer, or has no such route."""
+        """Return None if an engine does not answer or lacks the route."""
         each = [await self._one(root) for root in self._roots]
         known = [load for load in each if load is not None]
         if not known or len(known) < len(each):
@@ -214,7 +207,6 @@ class LoadReader:
 
 
 async def every(seconds: float, look: Callable[[], Any]) -> None:
-    """Await `look()` again and again."""
     while True:
         await asyncio.sleep(seconds)
         await look()

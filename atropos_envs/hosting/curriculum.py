@@ -1,8 +1,7 @@
-"""Choice of problems by pass rate: those that are always right or always wrong come less often.
+"""Choice of problems by pass rate: problems that always pass or always fail come less often.
 
-A group whose scores are all equal teaches nothing. From the pass rate of a problem follows how
-likely its next group is flat. Items have no name, so a digest of their content is the problem's
-key.
+The pass rate of a problem gives the chance that its next group is flat and teaches nothing. Items
+have no name, so a digest of their content identifies the problem.
 """
 
 from __future__ import annotations
@@ -30,28 +29,28 @@ from atropos_common.system.run_dir import ENV_CURRICULUM, RunDir
 log = logging.getLogger(__name__)
 
 LEAST_CHANCE = 0.1
-"""Chance of every problem, so that one that has become useful is found."""
+"""Lowest chance of a problem; it finds those that have become useful."""
 MOST_SKIPPED = 16
-"""Items of one choice; if all are skipped, the most useful of them goes."""
+"""Limit of items drawn for one choice; if all are skipped, the most useful is taken."""
 MOST_PROBLEMS = 50_000
 SAVE_S = 30.0
-# Weight of a problem's earlier results after a new one, and after a skip.
+# Factor on the weight of a problem's earlier results after a new one, and after a skip.
 KEPT_BY_RESULT, KEPT_BY_SKIP = 0.5, 0.95
-# Exponent of the chance: the larger, the fewer flat groups, and the more uneven the problems.
+# Exponent of the chance. A larger one gives fewer flat groups, and problems come less evenly.
 SHARPNESS = 2
-# Weight of earlier groups in the averages over all problems: about the newest 200 groups count.
+# Decay per group of the averages over all problems: about the newest 200 groups count.
 KEPT_BY_GROUP = 0.995
-# Before the first results: this many groups, half of them flat.
+# Groups that the averages assume before the first results; half of them are flat.
 ASSUMED_GROUPS = 4.0
-# Limits of the prior's strength, in completions. A stronger prior would hide a problem's own
-# results where scores are no coin tosses.
+# Limits of the prior's strength, in completions. A stronger prior would outweigh the results of a
+# problem that always scores alike.
 WEAKEST, STRONGEST = 0.02, 4.0
 DEEPEST = 20
 FORMAT = 1
 
 
 def key_of(item: Any) -> str | None:
-    """Return a key of the item's content; None if it has parts without a stable form."""
+    """Return a digest of the item's content; None if a part has no stable form."""
     try:
         content = repr(_plain(item, DEEPEST))
     except (TypeError, ValueError):
@@ -60,7 +59,7 @@ def key_of(item: Any) -> str | None:
 
 
 def _plain(value: Any, deepest: int) -> Any:
-    """Return the content as lists of plain values, independent of the order of sets and keys."""
+    """Return the content as lists of plain values, sets and keys in a fixed order."""
     if deepest == 0:
         raise ValueError("an item that contains itself")
     if isinstance(value, Enum):
@@ -86,10 +85,8 @@ def _plain(value: Any, deepest: int) -> Any:
 
 
 def flat_chance(passes: float, fails: float, size: int) -> float:
-    """Return the chance that `size` completions all pass or all fail.
-
-    The pass rate has the distribution Beta(passes, fails).
-    """
+    """Return the chance that `size` completions all pass or all fail, at a pass rate of
+    Beta(passes, fails)."""
     all_pass = all_fail = 1.0
     for made in range(size):
         all_pass *= (passes + made) / (passes + fails + made)
@@ -115,7 +112,7 @@ class Problem:
     passes: float = 0.0
     fails: float = 0.0
     chance: float | None = 1.0
-    """Chance at which its newest item went; None for the most useful of the skipped ones."""
+    """Chance of its newest taken item; None if all were skipped before."""
 
     def weaken(self, kept: float) -> None:
         self.passes *= kept
@@ -124,13 +121,13 @@ class Problem:
 
 @dataclass
 class Averages:
-    """Sums over groups, each weighted by 1 / its chance: as if every item had gone."""
+    """Sums over groups, weighted by 1 / chance: estimates as if no item were skipped."""
 
     groups: float = ASSUMED_GROUPS
     flat: float = ASSUMED_GROUPS / 2
     rate: float = ASSUMED_GROUPS / 2
     made: float = 0.0
-    """Groups without those weights: as they were made."""
+    """Groups, unweighted."""
     made_flat: float = 0.0
 
     def add(self, rate: float, flat: bool, chance: float | None) -> None:
@@ -156,13 +153,13 @@ class Curriculum:
         self._problems: dict[str, Problem] = {}
         self._averages = Averages()
         self._scores: list[float] = []
-        """Lowest and highest score so far."""
+        """Lowest and highest so far."""
         self._saved_at = time.monotonic()
         self._load()
         self._fit()
 
     async def choose(self, draw: Callable[[], Awaitable[Any]]) -> Any:
-        """Draw items until one goes, and return it."""
+        """Draw items until one is taken, and return it."""
         skipped: list[tuple[float, Any, Problem]] = []
         for _ in range(MOST_SKIPPED):
             item = await draw()
@@ -176,13 +173,13 @@ class Curriculum:
             problem = self._problem(key)
             self.counts["known"] += problem.passes + problem.fails > 0
             useful = self._useful(problem)
-            # Less than 1 for problems that are less useful than an unknown one.
+            # Below 1 for problems that are less useful than an unknown one.
             chance = min(1.0, max(LEAST_CHANCE, (useful / self._usual) ** SHARPNESS))
             if self.dice.random() < chance:
                 problem.chance = chance
                 return item
             self.counts["skipped"] += 1
-            # Old results lose weight, so that its chance grows until it is tried again.
+            # Its results lose weight, so its chance grows until it is taken again.
             problem.weaken(KEPT_BY_SKIP)
             skipped.append((useful, item, problem))
         if not skipped:
@@ -193,7 +190,7 @@ class Curriculum:
         return item
 
     def learn(self, key: str | None, groups: Sequence[Sequence[float]]) -> None:
-        """Take over the scores of the groups of one item."""
+        """Record the scores of one item's groups."""
         scores = [each for each in groups if len(each) > 1 and all(map(math.isfinite, each))]
         if key is None or not scores:
             return
@@ -213,17 +210,18 @@ class Curriculum:
             self.save()
 
     def _problem(self, key: str) -> Problem:
-        # At the end of the dictionary: the first ones are dropped.
+        # Move it to the end of the dictionary: the least recent problem is dropped first.
         found = self._problems[key] = self._problems.pop(key, Problem())
         if len(self._problems) > MOST_PROBLEMS:
             del self._problems[next(iter(self._problems))]
         return found
 
     def _passes(self, group: Sequence[float]) -> int:
-        """Return how many scores pass: above the middle of the group's lowest and highest."""
+        """Return how many scores are above the middle of the group's lowest and highest."""
         low, high = min(group), max(group)
         if low == high:
-            # A flat group is compared with all scores so far; with 0 while all were equal.
+            # Compare a flat group with the middle of all scores so far, or with 0 while all are
+            # equal.
             low, high = self._scores
             if low == high:
                 return len(group) if low > 0 else 0
@@ -236,7 +234,7 @@ class Curriculum:
 
     def _fit(self) -> None:
         known = self._averages
-        # Neither 0 nor 1, where no Beta distribution is.
+        # A Beta distribution has a mean above 0 and below 1.
         rate = min(0.999, max(0.001, known.rate / known.groups))
         self._prior = prior(rate, known.flat / known.groups, self.group_size)
         self._usual = max(1e-6, 1 - flat_chance(*self._prior, self.group_size))
@@ -251,7 +249,7 @@ class Curriculum:
             }
         return CurriculumCounts(**self.counts, **shares)
 
-    # State, which the environment's next process takes over
+    # State for the environment's next process.
 
     def save(self) -> None:
         self._saved_at = time.monotonic()
@@ -269,7 +267,7 @@ class Curriculum:
                 if problem.passes or problem.fails
             },
         }
-        with suppress(OSError):  # a full disk costs the state, not the environment
+        with suppress(OSError):  # a full disk must not end the environment
             write_private(self.path, json.dumps(state))
 
     def _load(self) -> None:
@@ -293,11 +291,10 @@ class Curriculum:
 
 
 def curriculum_of(component: str, group_size: int) -> Curriculum | None:
-    """Return the curriculum that the plan asks for."""
     if os.environ.get(ENV_CURRICULUM) != "pass_rate":
         return None
     if group_size < 2:
-        log.warning("curriculum: with group_size = 1 no group is flat; every item goes")
+        log.warning("curriculum: with group_size = 1 no group is flat; every item is taken")
         return None
     run = RunDir.from_env()
     path = run.bridge / f"env.{component}.curriculum" if run else None

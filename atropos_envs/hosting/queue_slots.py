@@ -16,12 +16,10 @@ WINDOW = 64
 
 
 class PendingGroup:
-    """One group from its start to its end."""
-
     def __init__(self, item: Any, uuid: str, step: int) -> None:
         self.item, self.uuid = item, uuid
         self.step = step
-        """Batches begun at the group's start."""
+        """Batches that the trainer had begun at the group's start."""
         self.has_slot = False
         self.made = False
         """Its rollouts are finished."""
@@ -29,13 +27,13 @@ class PendingGroup:
         self._decided: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     def decide(self, goes: bool) -> None:
-        """Give the group its slot, or none for good."""
+        """Give the group a slot, or refuse it one for good."""
         self.has_slot = goes
         if not self._decided.done():
             self._decided.set_result(goes)
 
     async def wait_for_slot(self) -> bool:
-        """Return True once the group has a slot, False once it gets none."""
+        """Wait for `decide`; return True for a slot."""
         # A cancelled waiter must not cancel the future: `decide` still sets it.
         return await asyncio.shield(self._decided)
 
@@ -53,34 +51,33 @@ class QueueSlots:
     def update(
         self, *, queued: int, came: int, coming: int, places: int, ahead: int, step: int
     ) -> list[PendingGroup]:
-        """Take over run-api's view of the queue.
+        """Update the slots from run-api's view of the queue.
 
         Args:
             queued: groups in the queue.
             came: our groups that reached run-api while it answered; `queued` may include them.
             coming: our groups on their way; `queued` may include them.
             places: our slots, for `ahead` batches.
-            step: batches that the trainer has begun.
 
         Returns:
-            Spare groups that cannot get a slot any more.
+            Spare groups that can no longer get a slot.
         """
         self._all, self._ahead, self.step = places, ahead, step
-        # Both bounds hold: at least the slots that remain if `queued` misses all of `came`, at most
-        # those that remain if it includes all of `coming`.
+        # The lower bound assumes that `queued` misses all of `came`, the upper bound that it
+        # includes all of `coming`.
         self.open_slots = min(
             max(self.open_slots, places - queued - came), places - queued + coming
         )
         return self._assign()
 
     def begin(self, item: Any, uuid: str) -> tuple[PendingGroup, list[PendingGroup]]:
-        """Register a new group; return it, and spare groups as `update`."""
+        """Register a new group; return it, and spare groups as `update` does."""
         group = PendingGroup(item, uuid, self.step)
         self._groups.append(group)
         return group, self._assign()
 
     def sent(self, group: PendingGroup | None, groups: int) -> list[PendingGroup]:
-        """Note that run-api took `groups`; return as `update`."""
+        """Count `groups` that run-api accepted; return as `update`."""
         self.open_slots -= groups
         return self.end(group)
 
@@ -88,7 +85,7 @@ class QueueSlots:
         self._flat.append(flat)
 
     def end(self, group: PendingGroup | None) -> list[PendingGroup]:
-        """Remove a group that is over; return as `update`."""
+        """Remove a group; return as `update`."""
         self._groups = [each for each in self._groups if each is not group]
         return self._assign()
 
@@ -114,20 +111,19 @@ class QueueSlots:
     @property
     def flat_share(self) -> float:
         """Share of flat groups among the newest, below 1."""
-        # One more in the denominator keeps the share below 1, and low while little is measured.
+        # The added 1 keeps the share below 1, and low while there are few results.
         return sum(self._flat) / (len(self._flat) + 1)
 
     @property
     def demand(self) -> float:
-        """Share of the groups that the trainer can use in time: 1 up to two queued batches, one of
-        which trains, and 0 from four on."""
+        """Share of the groups that the trainer can use in time."""
+        # 1 up to two queued batches, one of which trains; 0 from four on.
         batch = self._all / max(1, self._ahead)
         queued = (self._all - self.open_slots) / max(1.0, batch)
         return min(1.0, max(0.0, (4.0 - queued) / 2.0))
 
     @property
     def making(self) -> int:
-        """Groups that are not finished."""
         return sum(not group.made for group in self._groups)
 
     def wanted(self, most: int | None = None) -> int:
@@ -138,18 +134,18 @@ class QueueSlots:
         """
         made = sum(group.made for group in self._groups)
         if most is not None:
-            # The limit bounds what spare groups can waste.
+            # The limit also bounds the waste by spare groups.
             return made + min(most, enough(self.open_slots - made, self.flat_share))
-        # Spare groups fill the last slots of a batch. With several batches ahead a slot that a flat
-        # group leaves is filled while other batches wait, and most spare groups would be wasted.
+        # Spare groups fill the last slots of a batch. With several batches ahead most of them would
+        # be wasted: a new group replaces a flat one while the trainer takes other batches.
         return made + enough(self.open_slots - made, self.flat_share if self._ahead <= 1 else 0.0)
 
-    # A spare group waits, however fast it was, until a group with a slot turns out flat or fails:
-    # slots by order of completion would favour short answers in training. Spare groups that would
-    # exceed `max_batches_offpolicy` in the next slot are dropped: with one batch ahead, all of them
-    # as soon as the last slot is filled.
+    # Groups get slots in the order of their starts: by order of completion, training would favour
+    # short answers. So a finished spare group waits until a group with a slot is flat or fails.
+    # Spare groups that would exceed `max_batches_offpolicy` in the next slot are dropped. With one
+    # batch ahead, that is all of them as soon as the last slot is filled.
     def _assign(self) -> list[PendingGroup]:
-        # Groups with a slot that run-api does not have yet; they use up open slots.
+        # Groups with a slot that have not reached run-api yet; they use up open slots.
         owners = sum(group.has_slot for group in self._groups)
         for group in [each for each in self._groups if not each.has_slot]:
             if owners >= self.open_slots:
@@ -158,27 +154,27 @@ class QueueSlots:
                 group.decide(True)
                 owners += 1
         without = [each for each in self._groups if not each.has_slot]
-        # With several batches ahead the next slot comes soon enough for most.
+        # With several batches ahead most spare groups get a slot in time.
         full = self.open_slots <= 0 and self._ahead <= 1
         late = [each for each in without if full or not self._in_time(each)]
-        # Their rollouts end now, and their items come again in a new group.
+        # The caller cancels their rollouts and uses their items again.
         for group in late:
             group.decide(False)
         return late
 
     def _in_time(self, group: PendingGroup, before: int = 0) -> bool:
-        # With `before` groups in front of it. A group that started at batch S may be in batch S +
-        # ahead at the latest.
+        # `before` groups precede it in the queue. A group that started at batch S must be in batch
+        # S + ahead or earlier.
         return self.step + 1 + before * self._ahead // max(1, self._all) <= group.step + self._ahead
 
 
 def enough(useful: int, flat_share: float) -> int:
-    """Return how many groups to start for at least `useful` that are not flat, in 5 of 6 cases."""
+    """Return how many groups to start so that `useful` are not flat, in 5 of 6 cases."""
     if useful <= 0:
         return 0
     useful_share = 1 - flat_share
-    # Of n groups n * u are useful, with a standard deviation of sqrt(n * f * u); f is the flat
-    # share, u = 1 - f. One deviation below the average is `useful`: solve
+    # With flat share f and u = 1 - f, n groups have n * u useful ones on average, with a standard
+    # deviation of sqrt(n * f * u). `useful` is the average less one deviation: solve
     # n * u - sqrt(n * f * u) = useful for sqrt(n).
     spread = math.sqrt(flat_share * useful_share)
     root = (spread + math.sqrt(spread**2 + 4 * useful_share * useful)) / (2 * useful_share)
@@ -201,7 +197,7 @@ class WorkerMeter:
         awaited: bool | None,
         in_engine: float | None,
     ) -> None:
-        """Add a sample; None for values that are unknown.
+        """Add a sample; None: unknown.
 
         Args:
             workers: groups in flight.
@@ -223,7 +219,7 @@ class WorkerMeter:
 
     def take(self) -> dict[str, float]:
         """Return the means as fields of an `env_counts` record, and start over."""
-        # A value that was unknown in some samples is averaged as if it were 0 there.
+        # A value that was unknown in some samples counts as 0 there.
         means = {name: total / self.samples for name, total in self.sums.items()}
         self.samples, self.sums = 0, {}
         return means

@@ -1,6 +1,6 @@
-"""Record of the rollout that the present task makes: tokens generated, groups scored.
+"""Record of the current task's rollout: generated tokens and scored groups.
 
-An environment that drops a group returns None, so its tokens and scores are known only from here.
+An environment that drops a group returns None; this record keeps the group's tokens and scores.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ PROMPT = -100
 class Rollout:
     def __init__(self) -> None:
         self.tokens = 0
-        """Generated tokens that have no outcome yet."""
+        """Generated tokens that `take` has not returned yet."""
         self.scored: list[Mapping[str, Any]] = []
-        """Groups that the environment began, sent or not."""
+        """Groups that the environment constructed, sent or dropped."""
         self.returned: Sequence[Any] = ()
-        """Groups that the environment returned."""
         self._shares: dict[int, int] = {}
 
     def divide(self, groups: Sequence[Any]) -> None:
-        """Divide the generated tokens among the rollout's groups."""
+        """Divide the generated tokens among the returned groups."""
         self.returned = groups
         own = [generated(group) for group in groups]
-        # The engine client counts completions that the environment dropped too. It counts nothing
-        # for an environment with a server class of its own.
+        # The engine client also counts completions that the environment dropped. It counts nothing
+        # for an environment with its own server class.
         self.tokens = max(self.tokens, sum(own))
         if not any(own):
             own = [1] * len(groups)
@@ -40,7 +39,7 @@ class Rollout:
         self._shares = dict(zip(map(id, groups), shares, strict=True))
 
     def take(self, group: Any = None) -> int:
-        """Return the tokens of `group`, or all that have no outcome yet; each token once."""
+        """Return and remove the tokens of `group`; without one, all that remain."""
         count = self.tokens
         if group is not None:
             # A copy that the environment's own `handle_send_to_api` made has no share.
@@ -50,13 +49,13 @@ class Rollout:
 
     @property
     def is_flat(self) -> bool:
-        """The environment scored a group, and no two scores of a group differ."""
+        """True if there are groups of several scores, and each has equal scores."""
         scores = self.scores
         return any(len(each) > 1 for each in scores) and all(len(set(each)) < 2 for each in scores)
 
     @property
     def scores(self) -> list[list[float]]:
-        """Scores of each group that the environment returned, else of those that it dropped."""
+        """Scores of the returned groups; if there are none, of the dropped ones."""
         return [_scores(group) for group in self.returned or self.scored]
 
 
@@ -71,18 +70,18 @@ def begin_rollout() -> Rollout:
 
 
 def present() -> Rollout:
-    """Return the record of this task; an empty one outside of a rollout."""
+    """Return this task's record; an empty one outside of a rollout."""
     return _present.get() or Rollout()
 
 
 def generated(group: Any) -> int:
-    """Return the number of tokens that the group's masks leave to train on."""
+    """Return the number of tokens that the group's masks select for training."""
     masks = group.get("masks") if isinstance(group, Mapping) else None
     try:
         rows = [list(row) for row in masks or []]
         return sum(len(row) - row.count(PROMPT) for row in rows)
     except (TypeError, ValueError):
-        return 0  # not a list of numbers: the group is refused later, with its reason
+        return 0  # not a list of numbers: a later check refuses the group with a reason
 
 
 def _scores(group: Any) -> list[float]:
@@ -93,17 +92,17 @@ def _scores(group: Any) -> list[float]:
 
 
 class ScoredDataGroup(dict[str, Any]):
-    """atroposlib's group type, which is a plain dictionary; it reports itself to the rollout."""
+    """Replacement of atroposlib's group type; adds itself to the task's rollout."""
 
     def __init__(self, *args: Any, **fields: Any) -> None:
         super().__init__(*args, **fields)
         present().scored.append(self)
 
-    # Environments derive types from atroposlib's, which is a TypedDict, with `total=False`.
+    # Accept `total=False`: environments use it to derive types from atroposlib's TypedDict.
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__()
 
 
 def note_scored_groups() -> None:
-    """Give environments that are imported later the type above under atroposlib's name."""
+    """Replace atroposlib's group type for environments that are imported later."""
     base.ScoredDataGroup = ScoredDataGroup

@@ -562,16 +562,15 @@ def _engine_users(profile: Profile) -> Counter[str]:
 
 
 def concurrency_variables(site: Site, env: EnvSection, settings: TrainingConfig) -> dict[str, str]:
-    """Variables with which an environment keeps its engines busy; none if the profile sets its
-    workers or its batches ahead by hand."""
+    """Variables of an environment's concurrency control; empty if atroposlib's rules apply."""
     profile, given = site.profile, _env_settings(site, env)
     ahead = given.get(AHEAD_FLAG, MOST_AHEAD)
     if most := settings.max_policy_lag:
-        # The bound that follows from `ahead` batches is twice as many versions.
+        # `ahead` batches give a lag bound of 2 * `ahead` versions.
         ahead = min(ahead, max(1, most // 2))
     by_hand = (WORKER_FLAGS | {SHARE_FLAG}) & given.keys()
-    # A trainer of another project may correct for no lag, and an engine that restarts every few
-    # steps ends what is in flight.
+    # A custom trainer may not correct for lag. An engine that restarts every few steps aborts the
+    # completions in flight.
     unfit = profile.trainer.command or traits_of(profile).restarts_engine
     if by_hand or unfit or ahead == 1 or not env.refill or settings.max_policy_lag == 0:
         return {}
@@ -585,7 +584,7 @@ def concurrency_variables(site: Site, env: EnvSection, settings: TrainingConfig)
 
 
 def _env_settings(site: Site, env: EnvSection) -> dict[str, Any]:
-    """Settings of an environment by flag: those of its YAML file, then those of the profile."""
+    """Settings of an environment by flag; the profile's override its YAML file's."""
     found: dict[str, Any] = {}
     if env.config:
         import yaml  # type: ignore[import-untyped]
@@ -596,7 +595,7 @@ def _env_settings(site: Site, env: EnvSection) -> dict[str, Any]:
             if isinstance(data, dict) and isinstance(data.get("env"), dict):
                 found = {f"env.{key}": value for key, value in data["env"].items()}
     known = found | env.args
-    # Numbers only: the checks report anything else.
+    # Drop an invalid number of batches ahead: the checks report it.
     return {
         key: value
         for key, value in known.items()

@@ -1,4 +1,4 @@
-"""The trainer's next batch: fetch it, measure its policy lag, and leave out what must not train."""
+"""Fetch the trainer's next batch, measure its policy lag, leave out what must not train."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from trainer_core.telemetry import Telemetry
 REPEAT_S = 60.0
 """Seconds between warnings with the same text."""
 MANY_EMPTY = 10
-"""Batches with nothing to train on before a warning gives reasons."""
+"""Consecutive batches with nothing to train on before a warning gives reasons."""
 
 LEFT_OUT_WINDOW = 20
 """Window of `max_left_out`, in batches."""
@@ -52,7 +52,7 @@ MOST_NAMED = 50
 """Limit of ignored fields that are printed."""
 
 MOST_USELESS = 100
-"""Limit of consecutive batches of a caller with malformed groups only."""
+"""Limit of consecutive batches from an `OwnSource` that are malformed throughout."""
 SHAPE = 'a batch is a list of groups, or {"batch": [GROUP, ...]}'
 
 LOST_IN_API = "lost in run-api, which could not send their batch (HTTP 500)"
@@ -64,8 +64,8 @@ UNKNOWN_AGE = "rollouts are of unknown age, so --max-policy-lag does not apply t
 ENOUGH_REPLAYED = 0.9
 LITTLE_REPLAYED = "batches in which little routing is replayed"
 NOT_REPLAYED = (
-    "{share:.0%} of the tokens of this one. No server knows the experts of the others, so routers "
-    "choose for them: it was restarted, its memory for them is full, or an environment sends "
+    "{share:.0%} of the tokens of this one. For the others the routers choose, because no server "
+    "has their experts: it was restarted, its memory for experts is full, or an environment sends "
     "other tokens than the server read"
 )
 
@@ -78,22 +78,19 @@ class Lag(NamedTuple):
     tokens: int = 0
     """Tokens in `mean`."""
     mean: float = 0.0
-    """Mean lag of its tokens."""
 
 
 Lags = list[Lag | None]
-"""One of each rollout; None: unknown."""
+"""One per rollout; None: unknown."""
 Versions = Callable[[list[str]], list[VersionSpan | None]]
 
 
 class LagMeter:
-    """Measure the age of rollouts by their servers' weight versions."""
-
     def __init__(self, servers: Sequence[Versions]) -> None:
         self._servers = list(servers)
 
     def measure(self, rollouts: list[Rollout], version: int) -> Lags:
-        """Return `version`, the policy's, minus the versions of each rollout."""
+        """Return each rollout's lag behind `version`, the policy's."""
         versions = iter(self._ask([digest for r in rollouts for digest in r.digests]))
         lags: Lags = []
         for rollout in rollouts:
@@ -101,14 +98,14 @@ class LagMeter:
             oldest = [span.oldest for span in spans]
             oldest += [] if rollout.oldest_version is None else [rollout.oldest_version]
             tokens = sum(span.tokens for span in spans)
-            # Each turn's tokens weigh the same.
+            # Every token has the same weight, in whichever turn.
             late = sum(span.tokens * (version - span.mean) for span in spans)
             mean = late / tokens if tokens else 0.0
             lags.append(Lag(version - min(oldest), tokens, mean) if oldest else None)
         return lags
 
     def bounds(self, derived: dict[str, int]) -> dict[str, int]:
-        """Return each environment's lag bound where the settings have none."""
+        """Return each environment's lag bound if the settings have none."""
         return derived
 
     def _ask(self, digests: list[str]) -> list[VersionSpan | None]:
@@ -123,13 +120,13 @@ class LagMeter:
                 print(f"Policy lag is unknown from now on: {error}")
                 self._servers.remove(ask)
             else:
-                # Each completion is known to the one server that made it.
+                # Only the server that made a completion knows it.
                 known = [old or new for old, new in zip(known, answer, strict=True)]
         return known
 
 
 class RateLimitedWarnings:
-    """Print a new warning at once, then every `REPEAT_S` with the count since."""
+    """Warnings printed at once, then every `REPEAT_S` with the count since."""
 
     def __init__(self) -> None:
         self._unprinted: Counter[str] = Counter()
@@ -152,7 +149,7 @@ class EmptyBatches:
         """Sum of their counts."""
         self._batches = 0
         self.useless = 0
-        """Batches in a row that are empty or malformed throughout."""
+        """Consecutive batches that are empty or malformed throughout."""
         self._began = self._printed_at = 0.0
 
     def add(self, batch: Batch) -> None:
@@ -184,13 +181,13 @@ class LeftOutShare:
         self._batches: deque[tuple[int, int, Counter[str]]] = deque(maxlen=LEFT_OUT_WINDOW)
 
     def add(self, batch: Batch) -> None:
-        """Add a batch as read, before the lag check.
+        """Add a batch before its lag check.
 
         Raises:
             TooMuchLeftOut: the share exceeds `most`.
         """
         good = len(batch.rollouts) + len(batch.unselected_scores)
-        # An objective's own choice is counted in both, and is no fault of a sequence.
+        # `left_out` also counts sequences that the objective did not select; they are not faulty.
         bad = sum(batch.left_out.values()) - len(batch.unselected_scores)
         faults = Counter({why: n for why, n in batch.left_out.items() if batch.examples[why]})
         self._batches.append((bad, good + bad, faults))
@@ -210,14 +207,12 @@ class LeftOutShare:
 
 @dataclass
 class BatchSource:
-    """Batches for one policy."""
-
     config: TrainingConfig
     api: RolloutSource
     telemetry: Telemetry
     selection: Selection
     advantage_std: bool
-    """Both are the objective's."""
+    """It and `selection` come from the objective."""
     lag_meter: LagMeter
     while_waiting: Callable[[], None]
     """Called before each batch and about once a second until it comes; may raise."""
@@ -254,11 +249,11 @@ class BatchSource:
         """
         streak = EmptyBatches()
         while True:
-            # First, because it raises without a server: the batch then stays in run-api for the
-            # next attempt.
+            # Called first, because it raises if no server answers: the batch then stays in run-api
+            # for the next attempt.
             self.while_waiting()
-            # A prefetched batch is the same as without prefetching: run-api returns the oldest
-            # groups first. Its lag is measured here, when it trains.
+            # Prefetching does not change a batch, since run-api returns the oldest groups first.
+            # Its lag is measured here, when it trains.
             batch = self._take(step)
             self._share.add(batch)
             self.missing.fill(batch)
@@ -274,10 +269,10 @@ class BatchSource:
             self._print_remarks(batch)
             self._warn_of_routing(batch)
             if isinstance(self.api, RunApi) and self.api.keeps_batches:
-                # Start only after this batch is checked: the request for the next one makes run-api
-                # drop it.
+                # Prefetch only after the checks of this batch: the request for the next one makes
+                # run-api drop it.
                 self._ahead = self.api.fetch_ahead(self._read)
-            # Here rather than on reading: a prefetched batch changes the running means before it
+            # Set here and not on reading: a prefetched batch changes the running means before it
             # trains.
             self._seen = batch.baselines
             if batch.trained_tokens:
@@ -432,7 +427,7 @@ def leave_out_by_lag(
         if lag is None:
             kept = keep_unknown or most is None
             return None if kept else f"of unknown age, with --max-policy-lag {most}"
-        # Newer than the policy: published before a return to a checkpoint.
+        # Its weights are newer than the policy: the trainer has returned to an older checkpoint.
         if lag.oldest < 0:
             return "generated by weights that a restart gave up"
         if most is None or lag.oldest <= most:
@@ -450,7 +445,7 @@ def leave_out_by_lag(
 
 
 class OwnSource:
-    """A `RolloutSource` over the `rollouts` argument of `train`: an iterable, or an object with
+    """`RolloutSource` over `train`'s argument `rollouts`: an iterable, or an object with
     `next_batch`."""
 
     def __init__(self, source: Any) -> None:
@@ -474,11 +469,9 @@ class OwnSource:
             )
 
     def next_batch(self, step: int, on_idle: Callable[[], None] = lambda: None) -> RawBatch:
-        """Return the groups of the next batch.
-
-        Raises:
-            RolloutsEnd: the source has no more.
-            UsageError: it returned something that is not a batch.
+        """Raises:
+        RolloutsEnd: the source has no more.
+        UsageError: it returned something that is not a batch.
         """
         try:
             given = self._ask(step, on_idle)
@@ -486,7 +479,7 @@ class OwnSource:
             raise RolloutsEnd(f"{self.name} has no more rollouts") from None
         batch = given.get("batch") if isinstance(given, dict) else given
         if not isinstance(batch, list | tuple):
-            # An error here, because the batch would count as empty, and the next one is no better.
+            # Raise at once: the batch would count as empty, and the next one would be no better.
             keys = f" with the keys {', '.join(map(str, given))}" if isinstance(given, dict) else ""
             what = f"{self.name} returned {type(given).__name__}{keys} as a batch"
             raise UsageError(f"rollouts: {what}. fix: {SHAPE}")
@@ -498,12 +491,12 @@ class OwnSource:
 
 
 def _fitted(call: Callable[..., Any], name: str) -> Callable[[int, Callable[[], None]], Any]:
-    """Adapt `call` to (step, on_idle); it may take both, only `step`, or none."""
+    """Adapt `call` to (step, on_idle): it may take both, only `step`, or none."""
     try:
         signature = inspect.signature(call)
     except (TypeError, ValueError):  # a builtin without a signature
         return lambda step, on_idle: call(step, on_idle=on_idle)
-    # Most arguments first, so that a callable gets all that it accepts.
+    # Most arguments first: a callable gets all that it accepts.
     ways: list[tuple[tuple[str, ...], Callable[[int, Callable[[], None]], Any]]] = [
         (("step", "on_idle"), lambda step, on_idle: call(step, on_idle=on_idle)),
         (("step",), lambda step, on_idle: call(step)),
