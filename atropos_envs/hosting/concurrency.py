@@ -81,6 +81,12 @@ class Concurrency:
     def __post_init__(self) -> None:
         self.target, self.phase = float(self.first), "fixed" if self.fixed else "rising"
 
+    def without_load(self, batch: int) -> None:
+        """Keep two batches of `batch` sequences in flight: the engine reports no load."""
+        if not self.fixed:
+            self.fixed, self.phase = True, "fixed"
+            self.target = max(self.target, 2.0 * batch * self.share)
+
     def look(self, load: EngineLoad, own: float, now: float) -> None:
         """Move the target.
 
@@ -178,6 +184,8 @@ class LoadReader:
     def __init__(self, urls: Sequence[str], http: Callable[[], aiohttp.ClientSession]) -> None:
         self._roots = [url.rstrip("/").removesuffix("/v1") for url in urls]
         self._http = http
+        self.has_no_route = False
+        """An engine answered that it reports no load."""
 
     async def read(self) -> EngineLoad | None:
         """Return None if an engine does not answer or lacks the route."""
@@ -200,6 +208,8 @@ class LoadReader:
             headers = key_headers(os.environ)
             url = f"{root}{LOAD_PATH}"
             async with self._http().get(url, timeout=LOOK_TIMEOUT, headers=headers) as response:
+                # 501: vLLM without statistics, or with speculative decoding. 404: another server.
+                self.has_no_route = self.has_no_route or response.status in (404, 501)
                 if response.status == 200:
                     answer: Any = await response.json()
                     return EngineLoad.model_validate(answer)

@@ -459,6 +459,8 @@ class Hosted(BaseEnv):  # type: ignore[misc]
                 own = float(load.running + load.waiting)
             self._group_meter.add(own, self.queue_slots.making)
             self.concurrency.look(load, own, time.monotonic())
+        elif self._loads.has_no_route:
+            self.concurrency.without_load(self.config.batch_size)
         batch = self.derived_batch_size // self.config.group_size
         groups = self._group_meter.groups(self.concurrency.target)
         ahead = batches_ahead(groups, batch, self.concurrency.ahead)

@@ -6,13 +6,17 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from atropos_common.protocol.bridge import EngineLoad
 from atropos_common.system.run_dir import ENV_AHEAD, ENV_CONCURRENCY, ENV_ENGINE_SHARE
 from atropos_envs.hosting.concurrency import (
     Concurrency,
     GroupMeter,
+    LoadReader,
     batches_ahead,
     from_environment,
 )
@@ -131,6 +135,22 @@ def test_a_number_of_the_profile_stays() -> None:
     target = Concurrency(300, ahead=4, fixed=True)
     assert set(run(Engine(cache=200), target, 60)) == {300.0}
     assert target.phase == "fixed" and target.knee is None
+
+
+async def test_an_engine_that_reports_no_load_has_two_batches_in_flight() -> None:
+    async def other(request: web.Request) -> web.Response:
+        return web.json_response({"error": "no such route"}, status=404)
+
+    app = web.Application()
+    app.router.add_get("/engine/load", other)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        reader = LoadReader([f"{server.make_url('/v1')}"], lambda: session)
+        assert await reader.read() is None and reader.has_no_route
+        away = LoadReader(["http://127.0.0.1:9/v1"], lambda: session)
+        assert await away.read() is None and not away.has_no_route, "it may only be starting"
+    target = Concurrency(32, ahead=8, share=0.5)
+    target.without_load(128)
+    assert (target.target, target.phase) == (128.0, "fixed")
 
 
 def test_what_the_plan_says_becomes_the_target() -> None:
