@@ -16,7 +16,7 @@ from tests.atropos_envs.support import encode, text_tokenizer
 from trainer_core.errors import EngineError, EngineGone
 from trainer_core.rollouts.asking import MissingAsker
 from trainer_core.rollouts.batch import Batch, read_batch
-from trainer_core.rollouts.source import LagMeter
+from trainer_core.rollouts.source import Lag, LagMeter
 from vllm_server.recorded import OVERHEAD, CompletionStore, record
 from vllm_server.versions import VersionHistory
 
@@ -206,7 +206,7 @@ def test_what_is_missing_is_asked_for_turn_by_turn() -> None:
         asker.fill(batch)
         assert batch.logprobs_from == {"environment": 1, "engine": 1, "trainer": 1}
         whole, came, unknown = batch.rollouts
-        assert LagMeter([]).measure(batch.rollouts, 9) == [6, None, None]
+        assert LagMeter([]).measure(batch.rollouts, 9) == [Lag(6), None, None]
         assert whole.complete and whole.temperature == 0.5 and came.temperature == 1.0
         assert whole.logprobs[whole.trained].tolist() == [-0.5, -1.0, -0.25]
         assert np.isnan(unknown.logprobs[unknown.trained]).all()
