@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from atropos_common.net.http import key_headers
 from atropos_common.protocol.bridge import LOAD_PATH, EngineLoad
 from atropos_common.system.run_dir import ENV_AHEAD, ENV_CONCURRENCY, ENV_ENGINE_SHARE
+from atropos_envs.hosting.engine_client import root_of
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +183,7 @@ class LoadReader:
     """Reader of the summed load of several engines."""
 
     def __init__(self, urls: Sequence[str], http: Callable[[], aiohttp.ClientSession]) -> None:
-        self._roots = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        self._roots = [root_of(url) for url in urls]
         self._http = http
         self.has_no_route = False
         """An engine answered that it reports no load."""

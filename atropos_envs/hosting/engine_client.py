@@ -112,6 +112,11 @@ def _tokens(answer: dict[str, Any]) -> tuple[list[list[int]], list[list[float]]]
     )
 
 
+def root_of(base_url: str) -> str:
+    """Return a server's address without the path of its OpenAI routes."""
+    return base_url.rstrip("/").removesuffix("/v1")
+
+
 def addresses(base_url: str) -> list[str]:
     """Return the plan's servers behind `base_url`, itself included."""
     known = os.environ.get(ENV_ENGINE_URLS, "").split()
@@ -460,7 +465,7 @@ class EngineGate:
     """Open while an engine answers `/health`, and always without engines."""
 
     def __init__(self, urls: Sequence[str], http: Callable[[], aiohttp.ClientSession]) -> None:
-        self._roots = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        self._roots = [root_of(url) for url in urls]
         self._http = http
         self._closed = asyncio.Event()
         # Closed at first: the environment may start before its engine.

@@ -587,11 +587,9 @@ def _env_settings(site: Site, env: EnvSection) -> dict[str, Any]:
     """Settings of an environment by flag; the profile's override its YAML file's."""
     found: dict[str, Any] = {}
     if env.config:
-        import yaml  # type: ignore[import-untyped]
-
         # The checks report a file that cannot be read.
-        with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
-            data = yaml.safe_load(config_file(site.path(env.config)).read_text(encoding="utf-8"))
+        with suppress(ImportError, OSError, ValueError, RecursionError):
+            data = read_yaml(config_file(site.path(env.config)))
             if isinstance(data, dict) and isinstance(data.get("env"), dict):
                 found = {f"env.{key}": value for key, value in data["env"].items()}
     known = found | env.args
@@ -601,6 +599,23 @@ def _env_settings(site: Site, env: EnvSection) -> dict[str, Any]:
         for key, value in known.items()
         if key != AHEAD_FLAG or (isinstance(value, int) and value >= 1)
     }
+
+
+def read_yaml(path: Path) -> Any:
+    """Return the contents of an environment's YAML file.
+
+    Raises:
+        ImportError: PyYAML is missing, which comes with atroposlib.
+        OSError: the file cannot be read.
+        ValueError: it is not YAML, or not UTF-8.
+        RecursionError: it is nested too deep.
+    """
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
 
 
 def _environment_program(section: EnvSection, site: Site) -> list[str]:

@@ -14,14 +14,13 @@ from functools import cache
 from importlib import metadata
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
 
 from atropos_common.models.engine_release import version_of
 from atropos_common.system.files import read_regular
 from atropos_tui.errors import Problem
 from atropos_tui.profile.checks.consistency import batches_that_fill
 from atropos_tui.profile.errors import as_keys, counted, in_braces, nearest_names
-from atropos_tui.profile.plan import config_file, is_ours, resolve_path
+from atropos_tui.profile.plan import config_file, is_ours, read_yaml, resolve_path
 from atropos_tui.profile.sections import EngineSection, EnvSection
 from atropos_tui.profile.site import Site, engine_model, env_engines, env_node, training_config
 from atropos_tui.profile.source import EnvSource, class_fields, find_module, is_hostable, names_in
@@ -265,12 +264,10 @@ def _vllm_has_template(model_type: str) -> bool:
 
 def _environment_config(site: Site, env: EnvSection, path: Path, key: str) -> Iterator[Problem]:
     try:
-        import yaml  # type: ignore[import-untyped]
-
-        data: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = read_yaml(path)
     except ImportError:
         return  # atroposlib installs yaml, and other checks report a missing atroposlib
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
         yield Problem(f"{path} is not YAML: {reason}", "correct the YAML syntax there", key=key)
         return
