@@ -21,7 +21,7 @@ ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*:|#")
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what pages link, and what those pages link in turn."""
-    left = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
+    left = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
     seen: set[Path] = set()
     while left:
         file = left.pop()

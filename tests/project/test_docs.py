@@ -20,7 +20,7 @@ DOCUMENTS = sorted(
     if not SKIPPED & set(path.relative_to(ROOT).parts)
     and not any(part.endswith(".egg-info") for part in path.parts)
 )
-COVERAGE = ROOT / "docs/coverage.md"
+COVERAGE = ROOT / "docs/internals/coverage.md"
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 FOLDERS = (
@@ -130,7 +130,7 @@ def test_the_coverage_names_only_files_and_tests_that_exist() -> None:
 
 
 def test_every_attack_has_a_test_that_exists() -> None:
-    with_tests = (ROOT / "docs/attacks.md").read_text().partition("## Tried on")[0]
+    with_tests = (ROOT / "docs/internals/attacks.md").read_text().partition("## Tried on")[0]
     rows = [row for row in with_tests.splitlines() if re.match(r"\| (?!attack|fault)", row)]
     assert len(rows) >= 65
     for row in rows:
