@@ -79,8 +79,7 @@ cluster-tools: install
 	  || { echo "slurm-wlm, munge and openssh-server are needed: apt-get install them, as root"; exit 1; }
 	@$(BIN)/python -c "import ray" 2>/dev/null || $(BIN)/python -m pip install --quiet "ray>=2.50"
 
-# benchmarks.md is a diary of runs and tests hold quoted output; both are still to be rewritten.
-READABLE := tools tests benchmarks docs/internals $(filter-out docs/benchmarks.md,$(wildcard docs/*.md)) README.md CONTRIBUTING.md SECURITY.md CHANGELOG.md \
+READABLE := tools tests benchmarks docs README.md CONTRIBUTING.md SECURITY.md CHANGELOG.md \
   atropos_api atropos_common atropos_envs atropos_tui trainer_core vllm_server
 
 check: install  ## lint, types, import contracts, language
