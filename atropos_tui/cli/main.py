@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from atropos_common.system.installation import REPOSITORY
 from atropos_tui import __version__
 from atropos_tui.cli.parser import build_parser, command_names
 from atropos_tui.errors import LEAST_FILES, Elsewhere, Exit, Problem, UserError
@@ -174,7 +175,7 @@ def _report_fault(argv: Sequence[str], run_dir: Path | None) -> int:
     except OSError as error:  # such as a full disk
         where = f"It cannot be written to a file ({error.strerror}); this is its text:\n{report}"
     print(
-        f"atropos-tui: internal error: {last}\n  {where}; please file it as an issue.",
+        f"atropos-tui: internal error: {last}\n  {where}; please file it at {REPOSITORY}/issues.",
         file=sys.stderr,
     )
     return int(Exit.FAULT)

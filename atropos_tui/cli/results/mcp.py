@@ -23,6 +23,7 @@ from pydantic import BaseModel, Field
 
 from atropos_common.protocol.control import Action, CommandRequest, CommandStatus, Recipe, RunStatus
 from atropos_common.protocol.record_base import Number
+from atropos_common.system.installation import install_command
 from atropos_tui import __version__
 from atropos_tui.cli.answers import LogRow, Why
 from atropos_tui.cli.manage import inspect, runs
@@ -83,7 +84,7 @@ async def serve(options: argparse.Namespace) -> int:
         from mcp.server import MCPServer
         from mcp_types import ToolAnnotations
     except ImportError:
-        fix = "in a checkout of atropos-tui: pip install '.[mcp]'"
+        fix = install_command("mcp")
         raise UserError(
             "the MCP server needs one more package", [Problem("mcp 2 is not installed", fix)]
         ) from None

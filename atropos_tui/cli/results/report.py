@@ -12,6 +12,7 @@ from pathlib import Path
 
 from atropos_common.protocol.control import RunStatus
 from atropos_common.system.files import write_private
+from atropos_common.system.installation import install_command
 from atropos_tui.cli.manage import inspect, runs
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.format import bytes_text
@@ -73,7 +74,7 @@ def _needing() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in NEEDED:
             raise  # a broken installation of ours, which gets a report
-        fix = "in a checkout of atropos-tui: pip install '.[report]'"
+        fix = install_command("report")
         raise UserError(
             "a report needs more packages", [Problem(f"{error.name} is not installed", fix)]
         ) from None

@@ -23,6 +23,7 @@ from atropos_common.models.model_math import (
     why_not_spread,
     why_refused,
 )
+from atropos_common.system.installation import install_stack, pip_install
 from atropos_common.system.run_dir import (
     ENV_ATTEMPT,
     ENV_COMPONENT,
@@ -309,18 +310,14 @@ def _packages(site: Site, settings: TrainingConfig, machine: Hardware) -> Iterat
     for package, key in needed.items():
         if importlib.util.find_spec(package) is None:
             # `find_spec` does not import: torch and vLLM take many seconds.
-            fix = (
-                "run `make install` (CPU) or `make install EXTRA=gpu`, and start atropos-tui "
-                "from that environment"
-            )
-            yield Problem(f"Python package {package!r} is not installed", fix, key=key)
+            yield Problem(f"Python package {package!r} is not installed", install_stack(), key=key)
     # The default optimizer depends on the device.
     on_gpu = not memory.is_host(memory.trainer_devices(site.profile, settings, machine)[0])
     eight_bit = memory.effective_optimizer(settings, on_gpu=on_gpu) == "adamw_8bit"
     if eight_bit and importlib.util.find_spec("bitsandbytes") is None:
         yield Problem(
             "optimizer adamw_8bit needs the Python package 'bitsandbytes', which is not installed",
-            'pip install bitsandbytes, or set trainer.optimizer = "adamw" (more memory) or '
+            f'{pip_install()} bitsandbytes, or set trainer.optimizer = "adamw" (more memory) or '
             '"adafactor" (no momentum)',
             key="trainer.optimizer",
         )
