@@ -108,6 +108,8 @@ def _serve(config: ServerConfig, argv: list[str]) -> int:
         # enough.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     notes = prepare_environment(os.environ, cpu=cpu)
+    if release and (reason := engine_release.why_not_supported(release)):
+        notes.append(f"{reason}: it may fail, or compute other logprobs than the trainer")
     try:
         compat.require_parts()
         from vllm_server import app

@@ -49,7 +49,7 @@ from vllm_server.config import (
     require_own_folder,
 )
 from vllm_server.generate import Generator
-from vllm_server.recorded import Experts, RoutingRecorder, RoutingStore, record
+from vllm_server.recorded import Experts, RoutingRecorder, RoutingStore, record, until_accepted
 from vllm_server.weights import broadcast, reload
 from vllm_server.weights.graph_check import UnsafeGraphs, stale_kinds
 
@@ -243,7 +243,11 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
     )
     recorder = await record_routing(bridge, args) if args.records_routing else None
     engine.generate = record(
-        engine.generate, bridge.completions, bridge.history, recorder, lambda: bridge.cache_salt
+        until_accepted(engine.generate, bridge.accepts),
+        bridge.completions,
+        bridge.history,
+        recorder,
+        lambda: bridge.cache_salt,
     )
     names = args.served_model_name or [args.model]
     adapters = lora.ServedAdapters(bridge, app.state.openai_serving_models, config.run_dir)

@@ -131,6 +131,9 @@ class WeightBridge:
         self.sleeping = False
         # The engine certainly makes no token: it has confirmed a pause and not been resumed.
         self._stopped = False
+        self.accepts = asyncio.Event()
+        """Set while the engine takes new requests for certain: no pause began."""
+        self.accepts.set()
         # Requests in flight keep their keys and values over the present pause.
         self._reuses = False
         self.cache_salt = 0
@@ -201,6 +204,7 @@ class WeightBridge:
             raise NotDone(str(error)) from None
         self._arm_lease(request.lease_s + request.wait_s)  # armed first, in case the engine refuses
         if not self._stopped:
+            self.accepts.clear()
             await self._stop_generating(request)
             self._stopped = True
             self.state.pause(**lease, now=time.monotonic())
@@ -278,6 +282,7 @@ class WeightBridge:
         # First: after a failure it may run, so the next pause stops it again.
         self._stopped = False
         await self.engine.resume_generation()
+        self.accepts.set()
 
     async def reset_prefix_cache(self) -> None:
         """Drop every cached key and value; frozen requests are recomputed from their tokens. After

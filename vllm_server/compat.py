@@ -1,4 +1,4 @@
-"""The only module that knows the differences between vLLM releases (0.26 to 0.32).
+"""The only module that knows the differences between the supported vLLM releases.
 
 It finds the parts that vLLM's own API server calls, and imports vLLM on first use.
 """
@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+from atropos_common.models import engine_release
 from vllm_server.capacity import Step
 from vllm_server.config import ConfigError
 
@@ -22,34 +23,29 @@ logger = logging.getLogger(__name__)
 
 _PLACES: dict[str, tuple[str, ...]] = {
     # name: modules to look in, newest release first
-    "setup_server": ("vllm.entrypoints.launchers.launcher", "vllm.entrypoints.openai.api_server"),
-    "build_async_engine_client": (
-        "vllm.entrypoints.launchers.api_server.entry",
-        "vllm.entrypoints.openai.api_server",
-    ),
-    "build_async_engine_client_from_engine_args": (
-        "vllm.entrypoints.launchers.api_server.entry",
-        "vllm.entrypoints.openai.api_server",
-    ),
-    "build_app": ("vllm.entrypoints.launchers.app", "vllm.entrypoints.openai.api_server"),
-    "init_app_state": (
-        "vllm.entrypoints.launchers.api_server.app_state",
-        "vllm.entrypoints.openai.api_server",
-    ),
-    "serve_http": ("vllm.entrypoints.launchers.launcher", "vllm.entrypoints.launcher"),
-    "make_arg_parser": ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"),
-    "validate_parsed_serve_args": (
+    "setup_server": ("vllm.entrypoints.launchers.launcher",),
+    "build_async_engine_client": ("vllm.entrypoints.launchers.api_server.entry",),
+    "build_async_engine_client_from_engine_args": ("vllm.entrypoints.launchers.api_server.entry",),
+    "build_app": ("vllm.entrypoints.launchers.app",),
+    "init_app_state": ("vllm.entrypoints.launchers.api_server.app_state",),
+    "serve_http": ("vllm.entrypoints.launchers.launcher",),
+    "make_arg_parser": (
+        "vllm.entrypoints.common.cli_args",
         "vllm.entrypoints.launchers.cli_args",
-        "vllm.entrypoints.openai.cli_args",
     ),
-    "get_uvicorn_log_config": (
-        "vllm.entrypoints.launchers.utils.server_utils",
-        "vllm.entrypoints.serve.utils.server_utils",
+    "validate_parsed_serve_args": (
+        "vllm.entrypoints.common.cli_args",
+        "vllm.entrypoints.launchers.cli_args",
     ),
-    "cli_env_setup": ("vllm.entrypoints.serve.utils.api_utils",),
+    "get_uvicorn_log_config": ("vllm.entrypoints.launchers.utils.server_utils",),
+    "cli_env_setup": (
+        "vllm.entrypoints.common.startup",
+        "vllm.entrypoints.serve.utils.api_utils",
+    ),
     "with_cancellation": ("vllm.entrypoints.serve.utils.api_utils",),
     "FlexibleArgumentParser": ("vllm.utils.argparse_utils",),
     "EngineDeadError": ("vllm.v1.engine.exceptions",),
+    "RetryableRequestError": ("vllm.exceptions",),
 }
 
 # Seconds that open connections get at shutdown, after requests in flight have ended.
@@ -113,12 +109,16 @@ def __getattr__(name: str) -> Any:
 
 def _find(name: str) -> Any:
     for module_name in _PLACES[name]:
-        with contextlib.suppress(ModuleNotFoundError):
+        try:
             module = importlib.import_module(module_name)
-            if hasattr(module, name):
-                return getattr(module, name)
+        except ModuleNotFoundError as error:
+            if f"{module_name}.".startswith(f"{error.name}."):
+                continue
+            raise  # a package that vLLM needs
+        if hasattr(module, name):
+            return getattr(module, name)
     missing = f"vLLM {vllm_version()} has no {name} in {' or '.join(_PLACES[name])}"
-    raise ImportError(f"{missing}; supported releases are 0.26 to 0.32")
+    raise ImportError(f"{missing} ({engine_release.SUPPORTED_TEXT})")
 
 
 def require_parts() -> None:

@@ -141,11 +141,14 @@ def prepare_fork(listening: int) -> None:
     os.register_at_fork(after_in_child=in_child)
 
 
-def scale_raw_logprobs(sampler: torch.nn.Module) -> None:
+def scale_raw_logprobs(sampler: Any) -> None:
     """Make raw logprobs [B, V] in nats log softmax(logits / temperature [B]), in place of
     temperature 1."""
     import torch
 
+    if not isinstance(sampler, torch.nn.Module):
+        _scale_returned_logits(sampler)
+        return
     # A hook passes each batch's temperatures in. Only one function of this one object is replaced.
     present: list[torch.Tensor | None] = [None]
 
@@ -158,11 +161,31 @@ def scale_raw_logprobs(sampler: torch.nn.Module) -> None:
         # All requests are greedy, or only prompts are computed.
         if temperature is None or len(temperature) != len(logits):
             return logits.log_softmax(-1, dtype=torch.float32)
-        scale = torch.where(temperature < GREEDY_BELOW, 1.0, temperature).unsqueeze(1)
-        return (logits.float() / scale).log_softmax(-1)
+        return _at_temperature(logits, temperature).log_softmax(-1)
 
     sampler.register_forward_pre_hook(remember, with_kwargs=True)
     sampler.compute_logprobs = compute_logprobs  # type: ignore[assignment]
+
+
+def _scale_returned_logits(sampler: Any) -> None:
+    # vLLM's second model runner, its default on GPUs: the logprobs are those of the logits that
+    # `sample` returns beside the sampled tokens.
+    sample, temperatures = sampler.sample, sampler.sampling_states.temperature
+
+    def whole(logits: torch.Tensor, requests: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sampled, _ = sample(logits, requests, *args, **kwargs)
+        return sampled, _at_temperature(logits, temperatures.gpu[requests])
+
+    sampler.sample = whole
+    sampler.logprobs_mode = "processed_logprobs"
+
+
+def _at_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Divide each row by its temperature; greedy rows by 1."""
+    import torch
+
+    scale = torch.where(temperature < GREEDY_BELOW, 1.0, temperature).unsqueeze(1)
+    return logits.float() / scale
 
 
 class AtroposWorkerExtension:
@@ -187,7 +210,9 @@ class AtroposWorkerExtension:
 
     def atropos_whole_distribution(self) -> None:
         """Compute raw logprobs of the whole distribution at each request's temperature."""
-        scale_raw_logprobs(self.model_runner.sampler)  # type: ignore[attr-defined]
+        sampler = self.model_runner.sampler  # type: ignore[attr-defined]
+        if sampler is not None:  # None: this pipeline stage samples nothing
+            scale_raw_logprobs(sampler)
 
     def atropos_record_routing(self) -> str | None:
         """Record the experts of every token on a CPU; return the reason if that is impossible."""

@@ -5,6 +5,7 @@ Most environments use vLLM's own routes, which answer without logprobs.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import logging
 from array import array
@@ -24,6 +25,7 @@ from atropos_common.protocol.bridge import (
     RoutingResponse,
     prompt_digest,
 )
+from vllm_server import compat
 from vllm_server.versions import VersionHistory
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,8 @@ MOST_SURPLUS = 8
 OVERHEAD = 512
 # Finished requests that a worker remembers; the server asks for them at once.
 FINISHED = 256
+# Least wait before a request that the engine refused is sent again.
+REFUSED_AGAIN_S = 0.02
 # Options that leave the distribution as it is; any of `MASKS` would show in the logprobs.
 PLAIN = {
     "top_p": 1.0,
@@ -245,6 +249,36 @@ def _of_output(output: Any, completion: Any, prompt: int) -> NDArray[Any] | None
     if found is None or before is None:
         return None if found is None else np.asarray(found)
     return np.concatenate([np.asarray(before)[:prompt], np.asarray(found)])
+
+
+def until_accepted(
+    generate: Callable[..., AsyncIterator[Any]], accepts: asyncio.Event
+) -> Callable[..., AsyncIterator[Any]]:
+    """Wrap the engine's `generate`: send a request again that a paused engine refused.
+
+    Args:
+        accepts: set while the engine is not paused.
+    """
+
+    # vLLM 0.32 queues requests that arrive in a pause. 0.33 refuses them in pauses that end or
+    # abort the requests in flight.
+    async def patient(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        while True:
+            begun = False
+            try:
+                async with aclosing(generate(*args, **kwargs)) as outputs:  # type: ignore[type-var]
+                    async for output in outputs:
+                        begun = True
+                        yield output
+                return
+            except compat.RetryableRequestError:
+                if begun:
+                    raise
+            # The engine may accept requests again since it refused this one.
+            await asyncio.sleep(REFUSED_AGAIN_S)
+            await accepts.wait()
+
+    return patient
 
 
 def record(

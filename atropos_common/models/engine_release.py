@@ -13,6 +13,10 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
+SUPPORTED = ("0.32", "0.33")
+"""Oldest and newest supported release, with their patch releases. The range stands only here."""
+SUPPORTED_TEXT = f"supported: {' to '.join(SUPPORTED)}"
+
 COHERE_FIXED = Version("0.29")
 """First release with correct adapters for Cohere and correct windows for Cohere 2."""
 
@@ -32,6 +36,19 @@ class EngineRelease:
         except InvalidVersion:
             return False
         return version < release and not version.is_devrelease
+
+
+def why_not_supported(release: EngineRelease) -> str | None:
+    """Reason against a release outside `SUPPORTED`; None for a build from source, whose age is
+    unknown."""
+    try:
+        version = Version(release.version)
+    except InvalidVersion:
+        return None
+    oldest, newest = (Version(each).release for each in SUPPORTED)
+    if version.is_devrelease or oldest <= version.release[:2] <= newest:
+        return None
+    return f"vLLM {release.version} is not supported ({SUPPORTED_TEXT})"
 
 
 def version_of(package: str) -> str | None:

@@ -17,7 +17,13 @@ from trainer_core.errors import EngineError, EngineGone
 from trainer_core.rollouts.asking import MissingAsker
 from trainer_core.rollouts.batch import Batch, read_batch
 from trainer_core.rollouts.source import Lag, LagMeter
-from vllm_server.recorded import OVERHEAD, CompletionStore, record
+from vllm_server.recorded import (
+    OVERHEAD,
+    REFUSED_AGAIN_S,
+    CompletionStore,
+    record,
+    until_accepted,
+)
 from vllm_server.versions import VersionHistory
 
 PROMPT = [5, 6]
@@ -149,6 +155,35 @@ def test_plainly_sampled_text_is_recorded_and_the_caller_sees_nothing_of_it() ->
     params = SamplingParams(temperature=0.5, output_kind=RequestOutputKind.FINAL_ONLY)
     assert _run(params, store).logprobs == 0 and params.logprobs is None
     assert _found(store, [4]) == KnownLogprobs(logprobs=[-0.75], temperature=0.5, oldest_version=2)
+
+
+async def test_a_request_that_a_paused_engine_refuses_is_sent_again_after_the_resume() -> None:
+    """vLLM 0.33 refuses requests in pauses that wait for or abort those in flight."""
+    from vllm.exceptions import RetryableRequestError
+
+    accepts, sent = asyncio.Event(), 0
+
+    async def generate(prompt: str, fails_at: int) -> AsyncIterator[int]:
+        nonlocal sent
+        sent += 1
+        for at in range(3):
+            if at == fails_at and not accepts.is_set():
+                raise RetryableRequestError("Generation is paused. Please retry after it resumes.")
+            yield at
+
+    patient = until_accepted(generate, accepts)
+
+    async def answer(fails_at: int) -> list[int]:
+        return [output async for output in patient("a", fails_at=fails_at)]
+
+    waiting = asyncio.ensure_future(answer(0))
+    await asyncio.sleep(3 * REFUSED_AGAIN_S)
+    assert sent == 1 and not waiting.done(), "it waits for the resume"
+    accepts.set()
+    assert await waiting == [0, 1, 2] and sent == 2
+    accepts.clear()
+    with pytest.raises(RetryableRequestError):  # the caller has a part of it
+        await answer(1)
 
 
 @pytest.mark.parametrize(

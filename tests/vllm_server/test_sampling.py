@@ -228,6 +228,21 @@ def test_raw_logprobs_are_those_of_each_request_s_temperature() -> None:
     torch.testing.assert_close(sampler(logits, greedy), logits.log_softmax(-1))
 
 
+def test_the_second_model_runner_returns_logits_at_each_request_s_temperature() -> None:
+    """Its sampler has no hooks; vLLM takes the logprobs of the logits that `sample` returns."""
+    logits, requests = torch.randn(2, 5), torch.tensor([3, 1])
+    temperatures = SimpleNamespace(gpu=torch.tensor([9.0, 0.0, 9.0, 0.5]))
+    sampler = SimpleNamespace(
+        sample=lambda logits, *_, **__: ("sampled", "cut to the top ones"),
+        sampling_states=SimpleNamespace(temperature=temperatures),
+        logprobs_mode="raw_logprobs",
+    )
+    scale_raw_logprobs(sampler)
+    sampled, returned = sampler.sample(logits, requests, return_logprobs=True)
+    assert sampled == "sampled" and sampler.logprobs_mode == "processed_logprobs"
+    torch.testing.assert_close(returned, torch.stack([logits[0] / 0.5, logits[1]]))
+
+
 def test_a_thinking_budget_is_taken_away_and_never_replaced() -> None:
     """-1, which does nothing today, has meant no thinking at all in other releases."""
     assert without(["thinking_token_budget", "top_k"]) == {

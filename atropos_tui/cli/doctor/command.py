@@ -24,7 +24,12 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from atropos_common.models.engine_release import version_of
+from atropos_common.models.engine_release import (
+    SUPPORTED_TEXT,
+    installed,
+    version_of,
+    why_not_supported,
+)
 from atropos_common.system.installation import install_stack, pip_install
 from atropos_tui import __version__
 from atropos_tui.cli.answers import Check, Doctor, Verdict
@@ -280,7 +285,9 @@ def _ours(extra: str) -> Check:
             "runs from a folder without being installed: its requirements are unknown",
             install_stack(),
         )
-    problems = unmet(metadata.requires(OURS) or [], extra)
+    # Our extra pins one release of vLLM; the line "vLLM" judges all that are supported.
+    required = metadata.requires(OURS) or []
+    problems = unmet([text for text in required if Requirement(text).name not in ENGINES], extra)
     return (
         fail(OURS, f"{found}; {_listed(problems)}", install_stack())
         if problems
@@ -298,8 +305,10 @@ def _engine(engines: dict[str, str]) -> Check:
             f"{both}: both provide the module `vllm`",
             "uninstall both, then install one: " + install_stack(),
         )
+    if (release := installed()) and (reason := why_not_supported(release)):
+        return fail("vLLM", reason, install_stack())
     (name, found) = next(iter(engines.items()))
-    return ok("vLLM", f"{name} {found}")
+    return ok("vLLM", f"{name} {found} ({SUPPORTED_TEXT})")
 
 
 def _requirements_of_engine(name: str) -> Iterator[Check]:

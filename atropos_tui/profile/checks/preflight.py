@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from atropos_common.models.engine_release import installed, why_not_served
+from atropos_common.models.engine_release import installed, why_not_served, why_not_supported
 from atropos_common.models.model_math import (
     why_not_replayed,
     why_not_shared,
@@ -311,6 +311,8 @@ def _packages(site: Site, settings: TrainingConfig, machine: Hardware) -> Iterat
         if importlib.util.find_spec(package) is None:
             # `find_spec` does not import: torch and vLLM take many seconds.
             yield Problem(f"Python package {package!r} is not installed", install_stack(), key=key)
+    if (release := installed()) and (reason := why_not_supported(release)):
+        yield Problem(reason, install_stack(), key="vllm")
     # The default optimizer depends on the device.
     on_gpu = not memory.is_host(memory.trainer_devices(site.profile, settings, machine)[0])
     eight_bit = memory.effective_optimizer(settings, on_gpu=on_gpu) == "adamw_8bit"

