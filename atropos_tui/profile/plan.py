@@ -5,6 +5,7 @@ One builder for each role turns its section into a `ComponentSpec`.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections import Counter
@@ -111,6 +112,10 @@ MOST_SEQUENCES = 1024
 """Default of vLLM's --max-num-seqs on a large GPU."""
 RUNNER = "atropos_envs.hosting.runner"
 """Program that runs environments of other packages."""
+VERIFIERS_SERVER = "atropos_envs.verifiers_server"
+"""Program that runs environments of the package verifiers."""
+FLAG_PARTS = ("env.", "openai.")
+"""Beginnings of the flags of `serve`; other keys are settings of an environment of verifiers."""
 WORKER_FLAGS = {"env.max_num_workers", "env.max_num_workers_per_node"}
 """Flags that limit the groups in flight; if one is set, the plan sets no limit."""
 AHEAD_FLAG, SHARE_FLAG = "env.max_batches_offpolicy", "env.min_batch_allocation"
@@ -511,12 +516,11 @@ def _environment(
     }
     # Only our own environments have the flag `env.seed`.
     if (
-        (section.module or "").startswith("atropos_envs.")
-        and section.module != RUNNER
-        and not section.config
-    ):
+        section.verifiers
+        or ((section.module or "").startswith("atropos_envs.") and section.module != RUNNER)
+    ) and not section.config:
         flags["env.seed"] = site.profile.seed
-    flags |= section.args
+    flags |= _verifiers_flags(site, section, engines[0]) if section.verifiers else section.args
     if section.command:
         command = _program(site.texts(section.command))
     else:
@@ -618,7 +622,20 @@ def read_yaml(path: Path) -> Any:
         raise ValueError(str(error)) from error
 
 
+def _verifiers_flags(site: Site, section: EnvSection, engine: EngineSection) -> dict[str, Any]:
+    own = {key: value for key, value in section.args.items() if not key.startswith(FLAG_PARTS)}
+    flags = {
+        "env.verifiers": site.path(section.verifiers or ""),
+        "env.arguments": json.dumps(own),
+        # Episodes may fill the engine's context.
+        "env.max_token_length": engine.max_model_len,
+    }
+    return flags | {key: value for key, value in section.args.items() if key not in own}
+
+
 def _environment_program(section: EnvSection, site: Site) -> list[str]:
+    if section.verifiers:
+        return _module(VERIFIERS_SERVER)
     # Our own environments run directly; the runner hosts any other that uses atroposlib.
     target = site.text(section.module) if section.module else site.path(section.script or "")
     path = target.partition(":")[0]  # FILE.py:ClassName

@@ -342,8 +342,12 @@ class ApiSection(ComponentOptions):
     """Whole command line instead of the derived one."""
 
 
+PROGRAM_KEYS = ("module", "script", "verifiers", "command")
+"""Keys that name an environment's program."""
+
+
 class EnvSection(ComponentOptions):
-    """An environment: set exactly one of `module`, `script` and `command`."""
+    """An environment: set exactly one of `module`, `script`, `verifiers` and `command`."""
 
     name: Name = "env"
     """Name in logs, commands and `depends_on`."""
@@ -351,11 +355,13 @@ class EnvSection(ComponentOptions):
     """Python module to run, such as atropos_envs.gsm8k_server."""
     script: str | None = Field(None, min_length=1)
     """Python file with the `serve` command of atroposlib's environments."""
+    verifiers: str | None = Field(None, min_length=1)
+    """Environment of the package verifiers: the id of an installed one, or a folder."""
     command: Argv | None = None
     """Whole command line of any other program; the plan adds nothing."""
     args: dict[str, Scalar | list[Scalar]] = Field(default_factory=dict)
     """Flags of the environment's `serve`, such as `env.group_size = 8` or `openai.timeout =
-    600`."""
+    600`. With `verifiers`, other keys are settings of its environment."""
     config: str | None = Field(None, min_length=1)
     """YAML file, passed as `--config`."""
     weight: float | None = Field(None, gt=0)
@@ -398,11 +404,12 @@ class EnvSection(ComponentOptions):
 
     @model_validator(mode="after")
     def _one_program(self) -> EnvSection:
-        count = sum(part is not None for part in (self.module, self.script, self.command))
+        count = sum(getattr(self, key) is not None for key in PROGRAM_KEYS)
         if count != 1:
+            *others, last = PROGRAM_KEYS
             raise mistake(
                 "names more than one program to run" if count else "names no program to run",
-                "set exactly one of module, script and command",
+                f"set exactly one of {', '.join(others)} and {last}",
             )
         return self
 

@@ -36,12 +36,15 @@ PIP_NAMES = {
     "yaml": "pyyaml",
 }
 """Import name -> name on PyPI."""
+VERIFIERS_REQUIREMENT = "verifiers>=0.4,<0.5"
 SERVER_MODULE = "atroposlib.envs.server_handling"
 SIMILAR = 0.5
 """Least similarity of a proposed flag; lower than for other names, because flags share a prefix."""
 
 
 def environment_files(site: Site, env: EnvSection, key: str) -> Iterator[Problem]:
+    if env.verifiers:
+        yield from _verifiers(site, env, f"{key}.verifiers")
     if env.module and user_module(site.text(env.module), _folders(site, env)) is None:
         fix = "check the name, or use `script` with a path"
         yield Problem(f"no module {env.module!r}", fix, key=f"{key}.module")
@@ -73,6 +76,25 @@ def environment_files(site: Site, env: EnvSection, key: str) -> Iterator[Problem
         )
 
 
+def _verifiers(site: Site, env: EnvSection, key: str) -> Iterator[Problem]:
+    if find_module("verifiers", []) is None and not _may_install(site):
+        yield Problem(
+            "the Python package verifiers is not installed",
+            shlex.join([sys.executable, "-m", "pip", "install", VERIFIERS_REQUIREMENT]),
+            key=key,
+        )
+        return
+    name = site.path(env.verifiers or "")
+    if references(name) or resolve_path(name).exists():
+        return
+    # As verifiers finds an environment: `owner/NAME@version` is the package NAME.
+    module = name.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
+    places = (f"verifiers.v1.tasksets.{module}", module)
+    if not _may_install(site) and not any(user_module(each, _folders(site, env)) for each in places):
+        fix = "install it, or give the path of its folder"
+        yield Problem(f"no package {module!r} for the environment {name!r}", fix, key=key)
+
+
 def environment_faults(site: Site, env: EnvSection, key: str) -> Iterator[Problem]:
     source = environment_source(site, env)
     if source is None:
@@ -97,7 +119,7 @@ def environment_faults(site: Site, env: EnvSection, key: str) -> Iterator[Proble
 def environment_source(site: Site, env: EnvSection) -> EnvSource | None:
     # Files on another machine cannot be read here.
     place = site.place(env_node(site.profile, env))
-    if env.command or (place and place.prefix):
+    if env.command or env.verifiers or (place and place.prefix):
         return None
     if env.module:
         spec = user_module(site.text(env.module), _folders(site, env))
