@@ -1,6 +1,6 @@
 """Environments of the package verifiers, unmodified.
 
-    python -m atropos_envs.verifiers_server serve --env.verifiers ID --env.arguments JSON ...
+python -m atropos_envs.verifiers_server serve --env.verifiers ID --env.arguments JSON ...
 """
 
 from __future__ import annotations

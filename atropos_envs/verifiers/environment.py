@@ -296,5 +296,3 @@ class VerifiersEnv(StackEnv):
 
 def _means(prefix: str, numbers: Mapping[str, list[float]]) -> dict[str, float]:
     return {f"{prefix}/{name}": statistics.fmean(each) for name, each in numbers.items() if each}
-
-

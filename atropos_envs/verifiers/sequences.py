@@ -41,9 +41,7 @@ def sequences_of(trace: Any, turns: Sequence[Generation]) -> list[TrainingSequen
     """
     branches = [branch for branch in trace.branches if branch.trainable]
     branches.sort(key=lambda branch: -sum(branch.sampled_mask))
-    known = {
-        (tuple(turn.prompt_ids), tuple(turn.token_ids[0])): turn.logprobs[0] for turn in turns
-    }
+    known = {(tuple(turn.prompt_ids), tuple(turn.token_ids[0])): turn.logprobs[0] for turn in turns}
     trained: set[int] = set()
     made = []
     for branch in branches:

@@ -90,7 +90,9 @@ def _verifiers(site: Site, env: EnvSection, key: str) -> Iterator[Problem]:
     # As verifiers finds an environment: `owner/NAME@version` is the package NAME.
     module = name.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
     places = (f"verifiers.v1.tasksets.{module}", module)
-    if not _may_install(site) and not any(user_module(each, _folders(site, env)) for each in places):
+    if not _may_install(site) and not any(
+        user_module(each, _folders(site, env)) for each in places
+    ):
         fix = "install it, or give the path of its folder"
         yield Problem(f"no package {module!r} for the environment {name!r}", fix, key=key)
 
