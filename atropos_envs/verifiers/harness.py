@@ -1,4 +1,4 @@
-"""The chat loop of verifiers' harness `null`, in this process.
+"""The chat loop of verifiers' tool-less harness, in this process.
 
 verifiers starts a Python program for each rollout, which takes a second of CPU time for its
 imports. Here the same program runs as a task of the event loop.

@@ -18,7 +18,7 @@ import platformdirs
 
 from atropos_tui.errors import Problem, UserError
 from atropos_tui.profile.errors import did_you_mean, nearest_names, printable, value_text
-from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
+from atropos_tui.profile.schema import PROGRAM_KEYS, SECTION_LISTS, KeyPath
 
 MAX_PROFILE_BYTES = 1024 * 1024
 """Bytes; a larger file is probably a model."""
@@ -30,7 +30,7 @@ MOST_FILES = 1000
 CACHE = "ATROPOS_CACHE"
 """Variable with the folder for prepared models."""
 
-PROGRAMS = {"module", "script", "command"}
+PROGRAMS = set(PROGRAM_KEYS)
 """An `[env]` that sets one drops the inherited others."""
 OF_PROGRAM = {"name", "args", "config", "weight"}
 """Keys that belong to an environment's program."""

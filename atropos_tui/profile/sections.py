@@ -47,7 +47,7 @@ from atropos_tui.profile.load import (
 )
 from atropos_tui.profile.placement import Demand, Placement, host_names, part_names, place_engines
 from atropos_tui.profile.redact import REDACTED
-from atropos_tui.profile.schema import KeyPath, Schema, build_schema
+from atropos_tui.profile.schema import PROGRAM_KEYS, KeyPath, Schema, build_schema
 from atropos_tui.profile.spec import (
     AlertSpec,
     ExecCheck,
@@ -340,10 +340,6 @@ class ApiSection(ComponentOptions):
     addresses."""
     command: Argv | None = None
     """Whole command line instead of the derived one."""
-
-
-PROGRAM_KEYS = ("module", "script", "verifiers", "command")
-"""Keys that name an environment's program."""
 
 
 class EnvSection(ComponentOptions):
