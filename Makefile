@@ -98,8 +98,11 @@ $(TOOLS)/.installed: requirements/tools.txt
 	$(TOOLS)/bin/pip install --quiet --requirement $<
 	@touch $@
 
-docs: $(TOOLS)/.installed  ## build the site of the docs into site/; a link that leads nowhere is an error
-	NO_MKDOCS_2_WARNING=1 $(TOOLS)/bin/mkdocs build --strict
+# The first step writes pages and reference below build/pages and checks files, descriptions and the navigation; the second
+# checks pages and anchors (docs/internals/site.md).
+docs: install $(TOOLS)/.installed  ## build the site of the docs into site/; a link that leads nowhere is an error
+	$(BIN)/python -m tools.site build/pages
+	$(TOOLS)/bin/zensical build --strict --clean
 
 # The empty environment gets from PyPI what the wheel's metadata asks for, and reads a copied run with it.
 dist: install $(TOOLS)/.installed  ## build wheel and source archive into dist/, check them, try the wheel in an empty environment
@@ -121,4 +124,4 @@ requirements:  ## resolve requirements/*.in into the pinned *.txt (needs uv)
 	done
 
 clean:  ## remove caches and .venv; runs/ stays
-	rm -rf $(VENV) $(TOOLS) $(VENV)-empty dist site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(TOOLS) $(VENV)-empty dist build site .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

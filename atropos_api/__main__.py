@@ -30,12 +30,7 @@ environment:
 """
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Serve until SIGTERM.
-
-    Returns:
-        0 stopped; 1 port in use; 2 wrong flags, environment or installation.
-    """
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m atropos_api",
         description=__doc__,
@@ -48,7 +43,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--port", type=int, default=8000, help="port to bind (default: %(default)s)"
     )
-    asked = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until SIGTERM.
+
+    Returns:
+        0 stopped; 1 port in use; 2 wrong flags, environment or installation.
+    """
+    asked = build_parser().parse_args(argv)
     try:
         settings = Settings.from_env(os.environ, asked.host)
         from atroposlib.api import app  # here, so that `--help` and wrong flags answer at once

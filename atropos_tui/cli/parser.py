@@ -224,7 +224,9 @@ def _acting(commands) -> None:  # type: ignore[no-untyped-def]
     ):
         parser = _command(commands, name, "manage.control:act", text)
         parser.set_defaults(action=name)
-        parser.add_argument("component", metavar="COMPONENT")
+        parser.add_argument(
+            "component", metavar="COMPONENT", help="name of a component, as `ps` lists it"
+        )
         parser.add_argument("--yes", action="store_true", help="do not ask")
         parser.add_argument(
             "--dry-run", action="store_true", help="only show which components would stop and start"
@@ -243,8 +245,17 @@ def _acting(commands) -> None:  # type: ignore[no-untyped-def]
     )
     # `dest`: `for` is a keyword of Python. Lower-case words of the metavar are completed as they
     # are.
-    wait.add_argument("--for", dest="target", metavar="ready|done|COMPONENT", required=True)
-    wait.add_argument("--timeout", metavar="S", type=_seconds, default=600.0)
+    text = "ready: every component is healthy; done: the run has ended; or one component is healthy"
+    wait.add_argument(
+        "--for", dest="target", metavar="ready|done|COMPONENT", required=True, help=text
+    )
+    wait.add_argument(
+        "--timeout",
+        metavar="S",
+        type=_seconds,
+        default=600.0,
+        help="give up after S seconds, with exit code 4 (default 600)",
+    )
     _run_argument(wait)
 
 
@@ -438,4 +449,4 @@ def _caring(commands) -> None:  # type: ignore[no-untyped-def]
     completion = _command(
         commands, "completion", "completion:completion", "print a completion script for a shell"
     )
-    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="shell to complete in")

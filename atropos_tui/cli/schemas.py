@@ -77,12 +77,12 @@ class _Schema(GenerateJsonSchema):
 def _documented(found: JsonSchemaValue, of: type) -> JsonSchemaValue:
     said: dict[str, str] = {}
     for base in reversed(of.__mro__[:-1]):  # a subclass overrides the texts of its bases
-        said |= _field_texts(base)
+        said |= _class_texts(base)
     found["description"] = _in_json(of.__doc__ or "")
     for name, field in found.get("properties", {}).items():
         field.pop("title", None)
         if name in said:
-            field["description"] = said[name]
+            field["description"] = _in_json(said[name])
     return found
 
 
@@ -92,15 +92,19 @@ def _in_json(text: str) -> str:
 
 
 @cache
-def _field_texts(of: type) -> dict[str, str]:
-    """Strings below the fields of a class, each as one line."""
+def _class_texts(of: type) -> dict[str, str]:
     if not of.__module__.startswith("atropos_"):
         return {}
     # Python keeps no docstring of a field, so its text is taken from the source.
     (tree,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(of))).body
     assert isinstance(tree, ast.ClassDef)
+    return field_texts(tree)
+
+
+def field_texts(tree: ast.ClassDef) -> dict[str, str]:
+    """Strings below the fields of a class, each as one line."""
     return {
-        field.target.id: _in_json(str(text.value.value))
+        field.target.id: " ".join(str(text.value.value).split())
         for field, text in zip(tree.body, tree.body[1:], strict=False)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
@@ -139,20 +143,20 @@ def page() -> str:
 
 def _begin(command: str, schema: dict[str, Any]) -> str:
     if command in LINES:
-        return "One object a line" + (f": {_type(schema)}." if "properties" not in schema else ".")
-    return str(schema["description"]) if "properties" in schema else f"{_type(schema)}."
+        return "One object a line" + ("." if "properties" in schema else f": {type_words(schema)}.")
+    return str(schema["description"]) if "properties" in schema else f"{type_words(schema)}."
 
 
 def _rows(schema: dict[str, Any]) -> str:
     rows = ["| field | type | |", "|---|---|---|"]
     for name, field in schema["properties"].items():
         text = field.get("description", "")
-        rows.append(f"| `{name}` | {_type(field)} | {text.replace('|', chr(92) + '|')} |")
+        rows.append(f"| `{name}` | {type_words(field)} | {text.replace('|', chr(92) + '|')} |")
     return "\n".join(rows) + "\n"
 
 
-def _type(field: dict[str, Any]) -> str:
-    """A field's type in words, such as `number or null` in JSON."""
+def type_words(field: dict[str, Any]) -> str:
+    """Type of a field of a JSON Schema in words, such as `number or null`."""
     if "$ref" in field:
         return str(field["$ref"]).rpartition("/")[2]
     if "enum" in field:
@@ -166,11 +170,11 @@ def _type(field: dict[str, Any]) -> str:
     if "const" in field:
         return f"`{field['const']}`"
     if forms := field.get("anyOf") or field.get("oneOf"):
-        return " or ".join(dict.fromkeys(map(_type, forms)))
+        return " or ".join(dict.fromkeys(map(type_words, forms)))
     if field.get("type") == "array":
-        return f"list of {_type(field.get('items', {}))}"
+        return f"list of {type_words(field.get('items', {}))}"
     if field.get("type") == "object" and isinstance(field.get("additionalProperties"), dict):
-        return f"object of {_type(field['additionalProperties'])}"
+        return f"object of {type_words(field['additionalProperties'])}"
     return str(field.get("type", "any"))
 
 

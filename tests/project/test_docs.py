@@ -13,7 +13,7 @@ import pytest
 from trainer_core.config import TrainingConfig
 
 ROOT = Path(__file__).parents[2]
-SKIPPED = {".git", ".venv", "runs", "node_modules", ".pytest_cache", ".mypy_cache", ".ruff_cache"}
+SKIPPED = {".git", ".venv", "build", "site", "runs", "node_modules", ".pytest_cache", ".mypy_cache", ".ruff_cache"}
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
     for path in ROOT.rglob("*.md")

@@ -367,6 +367,8 @@ def _wide(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Bounds:
+    """Limits of the importance weight, and the tokens that it masks."""
+
     cap: float = 2.0
     """Upper bound of the importance weight (TIS)."""
     mask: str = "none"
