@@ -13,12 +13,14 @@ import pytest
 from trainer_core.config import TrainingConfig
 
 ROOT = Path(__file__).parents[2]
-SKIPPED = {".git", ".venv", "build", "site", "runs", "node_modules", ".pytest_cache", ".mypy_cache", ".ruff_cache"}
+SKIPPED = {"build", "site", "runs", "node_modules"}
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
     for path in ROOT.rglob("*.md")
     if not SKIPPED & set(path.relative_to(ROOT).parts)
-    and not any(part.endswith(".egg-info") for part in path.parts)
+    and not any(
+        part.startswith(".") or part.endswith(".egg-info") for part in path.relative_to(ROOT).parts
+    )
 )
 COVERAGE = ROOT / "docs/internals/coverage.md"
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
