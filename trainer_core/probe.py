@@ -10,24 +10,19 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 
-from atropos_common.protocol.trainer_records import (
-    HEAD_DTYPE,
-    OTHER_WEIGHTS,
-    POLICY_LAG,
-    SAMPLING,
-    SHIFTED,
-    TEMPERATURE,
-)
+from atropos_common.protocol.trainer_records import OTHER_WEIGHTS, POLICY_LAG, SAMPLING
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone
 from trainer_core.objective.alignment import Alignment, Cause, DiffSums, ProbeDiffs, diff_sums
+from trainer_core.objective.causes.sampling import cause_in_head, cause_in_rollouts
+from trainer_core.objective.causes.scores import FEWEST_TOKENS
 from trainer_core.policy.logprobs import (
     completions_logprobs,
     head_scores,
@@ -40,13 +35,7 @@ from trainer_core.rollouts.batch import Batch, Rollout
 from trainer_core.rollouts.packing import PackedRow, pack
 from trainer_core.server.client import GeneratedTokens, ServerClient
 
-# Largest share of a difference that may remain under an accepted cause: lag or noise explains less.
-LEFT = 0.3
-# Difference in nats between two computations of a logprob that half precision explains.
-NOISE = 0.05
-NEAREST_TEMPERATURE = 0.04  # smallest relative difference that counts as a cause
 SEQUENCES = 6
-FEWEST_TOKENS = 8
 POLL_S = 0.02
 USUAL_BLOCK = 16  # tokens of a block of the prefix cache, if no server reports it
 LAG_INTERVAL = 10  # steps between two explanations of a lag of several versions
@@ -280,20 +269,21 @@ def _cause_in_rollouts(
     if row is None or len(row.labels) < FEWEST_TOKENS:
         return None
     row = row.to(next(model.parameters()).device)
-    scored = _Scored(model, row, world)
-    # Verdicts come from rank 0: another rank's figures may lie just beyond a bound, and it would
-    # then run the model once more than the others and hang.
-    shifted = world.share(lambda: _shifted_by_one(scored))
-    return shifted or _other_temperature(scored) or world.share(lambda: _filtered(scored))
+    return cause_in_rollouts(_ScoredRow(model, row, world))
 
 
-class _Scored:
+class _ScoredRow:
     """A packed row with its hidden states: another temperature costs only the head's product."""
 
     def __init__(self, model: torch.nn.Module, row: PackedRow, world: World) -> None:
         self.row, self.model, self.world = row, model, world
+        self.theirs, self.sequences = row.logprobs, row.sequences
         self.states = predicting_states(model, row)
         self.train = self.at(1.0)
+
+    @property
+    def assumed(self) -> float:
+        return float(self.row.temperatures.median())
 
     def at(self, factor: float) -> torch.Tensor:
         """Logprobs of the labels with every temperature times `factor`, [T]."""
@@ -304,54 +294,8 @@ class _Scored:
         gaps = (self.at(factor) - self.row.logprobs).abs()
         return self.world.share(lambda: float(gaps.mean()))
 
-
-def _shifted_by_one(scored: _Scored) -> Cause | None:
-    train, theirs, ids = scored.train, scored.row.logprobs, scored.row.sequences
-    for mine, other, where in (
-        (slice(1, None), slice(None, -1), "the token before"),
-        (slice(None, -1), slice(1, None), "the next token"),
-    ):
-        # Compare only neighbours of the same sequence: [T - 1] bool.
-        inside = ids[mine] == ids[other]
-        if int(inside.sum()) < FEWEST_TOKENS:
-            continue
-        as_given = (train[mine] - theirs[mine]).abs()[inside].mean()
-        moved = (train[other] - theirs[mine]).abs()[inside].mean()
-        if float(moved) <= LEFT * float(as_given):
-            return SHIFTED, f"each rollout logprob is that of {where}"
-    return None
-
-
-def _other_temperature(scored: _Scored) -> Cause | None:
-    before = scored.left(1.0)
-    best, width = 1.0, 2.0
-    # Search on a logarithmic grid that narrows around the best factor by a cube root each round.
-    for _ in range(5):
-        best = min((best * width ** (i / 3) for i in range(-6, 7)), key=scored.left)
-        width **= 1 / 3
-    # A temperature close to ours may also be an update that sharpened the policy.
-    if scored.left(best) > LEFT * before or abs(best - 1.0) < NEAREST_TEMPERATURE:
-        return None
-    # Near 1.0 the likely cause is a server that returns raw logprobs.
-    assumed = float(scored.row.temperatures.median())
-    raw = ": raw logprobs, or that temperature" if abs(best * assumed - 1.0) < 0.02 else ""
-    return (
-        TEMPERATURE,
-        f"the rollouts' logprobs fit {best * assumed:.2f}{raw}; the trainer uses {assumed:.2f}",
-    )
-
-
-def _filtered(scored: _Scored) -> Cause | None:
-    # If every token is more likely on the server, a filter removed others.
-    surplus = scored.row.logprobs - scored.train
-    # A filter rescales the kept tokens, so it can only raise their logprobs.
-    if float(surplus.min()) < -NOISE or float(surplus.mean()) < NOISE:
-        return None
-    return (
-        SAMPLING,
-        f"every rollout logprob is above the trainer's, by {float(surplus.mean()):.2g} on "
-        f"average: top-p, top-k or min-p took the other tokens away",
-    )
+    def share(self, cause: Callable[[], Cause | None]) -> Cause | None:
+        return self.world.share(cause)
 
 
 def _cause_in_head(model: torch.nn.Module, answers: Answers, world: World) -> Cause | None:
@@ -367,16 +311,4 @@ def _cause_in_head(model: torch.nn.Module, answers: Answers, world: World) -> Ca
         gaps = (torch.tensor([value for one in mine for value in one]) - theirs).abs()
         return world.share(lambda: float(gaps.mean()))
 
-    own = head_type(model)
-    before = left(None)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        if dtype != own and left(dtype) <= LEFT * before:
-            return (
-                HEAD_DTYPE,
-                f"the server computes with its head in {_name(dtype)}, the trainer in {_name(own)}",
-            )
-    return None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return cause_in_head(left, head_type(model))

@@ -29,6 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     _acting(commands)
     _watching(commands)
     _caring(commands)
+    _audit(commands)
     return parser
 
 
@@ -450,3 +451,58 @@ def _caring(commands) -> None:  # type: ignore[no-untyped-def]
         commands, "completion", "completion:completion", "print a completion script for a shell"
     )
     completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="shell to complete in")
+
+
+def _audit(commands) -> None:  # type: ignore[no-untyped-def]
+    audit = _command(
+        commands,
+        "audit",
+        "results.audit:audit",
+        "tell whether an engine serves the weights of a folder, and if not, why",
+    )
+    audit.epilog = "exit codes: 0 serves · 1 does not · 2 usage · 3 cannot tell"
+    audit.add_argument(
+        "--engine", metavar="URL", help="a vLLM or SGLang server, such as http://127.0.0.1:8000"
+    )
+    audit.add_argument(
+        "--weights", metavar="FOLDER", type=Path, required=True, help="a Hugging Face folder"
+    )
+    audit.add_argument(
+        "--adapter", metavar="FOLDER", type=Path, help="a LoRA adapter that should be applied"
+    )
+    audit.add_argument(
+        "--older",
+        metavar="FOLDER",
+        type=Path,
+        help="an earlier checkpoint or the base model, to recognize old weights",
+    )
+    audit.add_argument(
+        "--rollouts",
+        metavar="FILE",
+        type=Path,
+        help="recorded rollouts: JSONL, or a dump of TRL, verl or prime-rl",
+    )
+    text = "name of the model in requests (default: the only one that fits)"
+    audit.add_argument("--model", metavar="NAME", help=text)
+    audit.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="dtype in which the engine should compute (default: the folder's)",
+    )
+    audit.add_argument(
+        "--device", metavar="DEVICE", help="cpu, cuda or cuda:N for this side (default: what fits)"
+    )
+    audit.add_argument(
+        "--temperature",
+        metavar="T",
+        type=float,
+        help="temperature that the logprobs should include (default 1)",
+    )
+    audit.add_argument(
+        "--token-env", metavar="NAME", help="environment variable with the server's API key"
+    )
+    audit.add_argument("--seed", metavar="N", type=int, help="fixed prompts, to repeat an audit")
+    audit.add_argument(
+        "--timeout", metavar="S", type=_seconds, help="time limit in seconds (default 60)"
+    )
+    audit.add_argument("--json", action="store_true", help="print JSON")

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core.core_schema import DataclassSchema, FloatSchema, ModelSchema
 
+from atropos_common.protocol.audit import Audit
 from atropos_common.protocol.control import RunStatus
 from atropos_common.protocol.records import RECORD_TYPES, ComponentRecord
 from atropos_tui.cli import answers
@@ -26,6 +27,7 @@ EVENTS: Any = Union[  # noqa: UP007
     tuple(kind for kind in RECORD_TYPES.values() if issubclass(kind, ComponentRecord))
 ]
 ANSWERS: dict[str, Any] = {
+    "audit": Audit,
     "bench": answers.Benchmarks,
     "compare": answers.Benchmarks,
     "doctor": answers.Doctor,

@@ -24,7 +24,7 @@ from atropos_common.protocol.trainer_records import (
 
 Verdict = Literal["ok", "drift", "mismatch"]
 Cause = tuple[str, str]
-"""A cause of `protocol.trainer_records`, and the evidence."""
+"""A cause of `protocol.trainer_records` or `protocol.audit`, and the evidence."""
 
 
 @dataclass(frozen=True)

