@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import json
 import logging
 import multiprocessing
@@ -50,6 +51,8 @@ from vllm_server.config import (
 )
 from vllm_server.generate import Generator
 from vllm_server.recorded import Experts, RoutingRecorder, RoutingStore, record, until_accepted
+from vllm_server.rollouts import RolloutRecorder
+from vllm_server.rollouts import make_router as rollouts_routes
 from vllm_server.weights import broadcast, reload
 from vllm_server.weights.graph_check import UnsafeGraphs, stale_kinds
 
@@ -260,6 +263,14 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
         adapters=adapters,
     )
 
+    # Outside of `record`, which then sees requests with logprobs and keeps only routing.
+    rollouts = RolloutRecorder(
+        generator.log,
+        functools.partial(compat.tokenizer_of, engine),
+        as_asked=config.sampling == "as_asked",
+    )
+    engine.generate = rollouts.wrap(engine.generate)
+
     if config.shared_weights:
         await export_weights(bridge, address)
     if config.sampling == "as_asked":
@@ -276,6 +287,7 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
     app.include_router(generate.make_router(generator, config.sampling))
     app.include_router(bridge_routes.make_router(bridge, generator, app, sleep_mode=sleep_mode))
     app.include_router(lora.make_router(adapters))
+    app.include_router(rollouts_routes(rollouts))
     app.include_router(reload.make_router(reload.Reloader(bridge, args)))
     if config.weight_updates:
         bridge.workers = flags.ranks(args)

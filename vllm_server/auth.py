@@ -31,6 +31,7 @@ from atropos_common.protocol.bridge import (
     METRIC_REQUESTS,
     METRIC_SLOTS,
     METRIC_VERSION,
+    TAKE_PATH,
     TOKEN_HEADER,
 )
 from vllm_server.versions import BridgeState
@@ -63,12 +64,14 @@ _OPEN = frozenset(
         "/docs/oauth2-redirect",
         "/redoc",
         "/openapi.json",
+        TAKE_PATH,
     }
 )
 # The supervisor polls these without a key, because another process may hold the port.
 _HEALTH = frozenset({"/health", "/health_generate", "/ping", "/version"})
-# Open routes that take the engine's or the API server's time, as generation does.
-_COSTLY = frozenset({"/health_generate", "/tokenize", "/detokenize"})
+# Open routes that take the engine's or the API server's time, as generation does, or hand out a
+# rollout.
+_COSTLY = frozenset({"/health_generate", "/tokenize", "/detokenize", TAKE_PATH})
 _GENERATION = frozenset(
     {
         "/generate",

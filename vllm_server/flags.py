@@ -92,6 +92,7 @@ def check_arguments(args: Namespace, config: ServerConfig) -> None:
         args.disable_access_log_for_endpoints = QUIET_ROUTES
     # The last one is the outermost.
     ours = [
+        "vllm_server.rollouts.NamedRollouts",
         "vllm_server.refusals.PlainSampling",
         "vllm_server.auth.AuthMiddleware",
         "vllm_server.refusals.Refusals",

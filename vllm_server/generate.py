@@ -35,12 +35,11 @@ from atropos_common.protocol.bridge import (
     FORM_HEADER,
     SAMPLING_HEADER,
     SamplingPolicy,
-    completion_digest,
 )
 from vllm_server import compat, refusals
 from vllm_server.auth import error_response
-from vllm_server.recorded import CompletionStore
-from vllm_server.versions import Runs, Span, SpanStore, VersionHistory, span_of
+from vllm_server.recorded import CompletionLog, CompletionStore
+from vllm_server.versions import Runs, Span, SpanStore, VersionHistory
 
 logger = logging.getLogger(__name__)
 
@@ -264,10 +263,7 @@ class Generator:
     ) -> None:
         self.engine = engine
         self.adapters = adapters
-        self.history = history
-        self.spans = spans
-        self.kept = completions or CompletionStore()
-        """Recent completions, for environments that drop their logprobs."""
+        self.log = CompletionLog(history, spans, completions or CompletionStore())
         self.completions = 0
         """Completions returned since the start."""
         self._model_names = list(model_names)
@@ -413,7 +409,7 @@ class Generator:
     async def _one(self, prompt: dict[str, Any], params: Any, request_id: str, adapter: Any) -> Any:
         while True:
             final = None
-            with self.history.follow(request_id) as tokens_at:
+            with self.log.history.follow(request_id) as tokens_at:
                 outputs = self.engine.generate(prompt, params, request_id, lora_request=adapter)
                 async for output in outputs:
                     final = output
@@ -434,27 +430,16 @@ class Generator:
         adapter_version: int | None,
         body: GenerateRequest,
     ) -> tuple[Span, Runs]:
-        completion, metrics = output.outputs[0], output.metrics
-        # An adapter's version is certain; the base model's follows from its token times.
-        tokens, tokens_at = len(completion.token_ids), getattr(output, "tokens_at", {})
-        if adapter_version is None and metrics is not None and metrics.first_token_ts:
-            times = metrics.first_token_ts, metrics.last_token_ts
-            span, runs = self.history.span(*times), self.history.runs(*times, tokens, tokens_at)
-        else:
-            version = self.history.current if adapter_version is None else adapter_version
-            span, runs = (version, version), [(version, tokens)]
-        if not body.for_training:
-            return span, runs
-        self.kept.remember(
+        return self.log.note(
             prompt_ids,
-            completion.token_ids,
+            output.outputs[0].token_ids,
             sampled,
+            metrics=output.metrics,
+            tokens_at=getattr(output, "tokens_at", {}),
+            version=adapter_version,
             temperature=body.temperature,
-            oldest_version=span[0],
+            for_training=body.for_training,
         )
-        digest = completion_digest(completion.token_ids, sampled)
-        self.spans.remember(digest, span_of(span, runs))
-        return span, runs
 
     async def _prompt_ids(self, prompt: str | TokenPrompt) -> list[int]:
         if isinstance(prompt, str):

@@ -23,10 +23,11 @@ from atropos_common.protocol.bridge import (
     KnownRouting,
     RoutingRequest,
     RoutingResponse,
+    completion_digest,
     prompt_digest,
 )
 from vllm_server import compat
-from vllm_server.versions import VersionHistory
+from vllm_server.versions import Runs, Span, SpanStore, TokensAt, VersionHistory, span_of
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +148,46 @@ class CompletionStore(_Store):
             temperature=temperature,
             oldest_version=version,
         )
+
+
+class CompletionLog(NamedTuple):
+    """Weight versions and logprobs of completions, for a trainer that asks for them later."""
+
+    history: VersionHistory
+    spans: SpanStore
+    kept: CompletionStore
+
+    def note(
+        self,
+        prompt_ids: Sequence[int],
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        *,
+        metrics: Any,
+        tokens_at: TokensAt,
+        version: int | None,
+        temperature: float,
+        for_training: bool = True,
+    ) -> tuple[Span, Runs]:
+        """Record a completion, and return the weight versions behind it.
+
+        Args:
+            metrics: vLLM's token times.
+            version: an adapter's, which is certain; None: the base model's, by token times.
+        """
+        tokens = len(token_ids)
+        if version is None and metrics is not None and metrics.first_token_ts:
+            times = metrics.first_token_ts, metrics.last_token_ts
+            span, runs = self.history.span(*times), self.history.runs(*times, tokens, tokens_at)
+        else:
+            known = self.history.current if version is None else version
+            span, runs = (known, known), [(known, tokens)]
+        if for_training:
+            self.kept.remember(
+                prompt_ids, token_ids, logprobs, temperature=temperature, oldest_version=span[0]
+            )
+            self.spans.remember(completion_digest(token_ids, logprobs), span_of(span, runs))
+        return span, runs
 
 
 class RoutingStore(_Store):

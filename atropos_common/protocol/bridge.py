@@ -7,11 +7,12 @@
     POST /bridge/versions  VersionsRequest     -> VersionsResponse
     POST /bridge/logprobs  LogprobsRequest     -> LogprobsResponse
     POST /bridge/routing   RoutingRequest      -> RoutingResponse
+    POST /rollouts/take    TakeRequest         -> RecordedTurns   see `ROLLOUT_HEADER`
     POST /lora/load        LoadAdapterRequest  -> AdapterInfo     sets the version
 
     GET  /engine/load                          -> EngineLoad
 
-Each request but the last carries the run's token. One that names another server in
+Each `/bridge` and `/lora` request carries the run's token. One that names another server in
 `INSTANCE_HEADER` gets 503.
 """
 
@@ -29,6 +30,9 @@ INSTANCE_HEADER = "X-Atropos-Instance"
 """`instance_id` of the only server that may answer."""
 SPLIT_HEADER = "X-Atropos-Split"
 """Purpose of a completion: `train`, or `eval`, whose sampling options are free."""
+ROLLOUT_HEADER = "X-Atropos-Rollout"
+"""Name of the rollout that a request on vLLM's own routes belongs to; the server records it."""
+TAKE_PATH = "/rollouts/take"
 SAMPLING_HEADER = "X-Atropos-Sampling"
 """Sampling options that were removed from the request."""
 FORM_HEADER, ARRAYS = "X-Atropos-Form", "arrays"
@@ -79,6 +83,37 @@ Version = Annotated[int, Field(ge=0, le=MAX_VERSION)]
 
 class BridgeMessage(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
+
+
+class TakeRequest(BridgeMessage):
+    rollout: str
+    """The name in `ROLLOUT_HEADER`; the server forgets the rollout with its answer."""
+
+
+class RecordedTurn(BridgeMessage):
+    """One completion of a recorded rollout."""
+
+    after: int | None = None
+    """Number of the earlier turn that its prompt continues, token by token."""
+    prompt_ids: list[int]
+    """The prompt's tokens behind that turn."""
+    token_ids: list[int]
+    logprobs: list[float]
+    """Nats, one for each of `token_ids`."""
+    token_versions: list[tuple[int, int]]
+    """(weight version, tokens), in the order of generation."""
+    temperature: float
+    finish_reason: str
+    """vLLM's, or `unfinished` after the client left."""
+    replaced: int = 0
+    """Tokens of the prompt that stand for another encoding of an earlier turn's text."""
+    rewritten: bool = False
+    """The prompt contains an earlier prompt with another text than the one sampled."""
+
+
+class RecordedTurns(BridgeMessage):
+    turns: list[RecordedTurn] = []
+    """In the order of their ends."""
 
 
 class BridgeInfo(BridgeMessage):

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import httpx
@@ -22,11 +22,21 @@ import msgspec
 import openai
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 
-from atropos_common.protocol.bridge import ARRAYS, FORM_HEADER, SAMPLING_HEADER, SPLIT_HEADER
+from atropos_common.protocol.bridge import (
+    ARRAYS,
+    FORM_HEADER,
+    SAMPLING_HEADER,
+    SPLIT_HEADER,
+    TAKE_PATH,
+    RecordedTurn,
+    RecordedTurns,
+    TakeRequest,
+)
 from atropos_common.system.run_dir import ENV_ENGINE_URLS
 from atropos_envs.hosting.rollout import present
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # Seconds between two tries while the server is away, held or starting.
 RETRY_S = 0.5
@@ -156,6 +166,17 @@ _chosen: ContextVar[dict[Any, Server] | None] = ContextVar("chosen", default=Non
 def begin_group() -> None:
     """Start a group in this task and its children: its requests go to one server."""
     _chosen.set({})
+
+
+def present_group() -> dict[Any, Server]:
+    """Return the servers of this task's group, for `join_group`; a new group outside of one."""
+    found = _chosen.get()
+    return {} if found is None else found
+
+
+def join_group(group: dict[Any, Server]) -> None:
+    """Make this task's requests part of `group`."""
+    _chosen.set(group)
 
 
 class EngineClient(VLLMServer):  # type: ignore[misc]
@@ -322,6 +343,30 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         present().tokens += getattr(usage, "completion_tokens", 0)
         return answer
 
+    async def forward(
+        self, body: dict[str, Any], deliver: Callable[[Server, aiohttp.ClientSession], Awaitable[T]]
+    ) -> T:
+        """Let `deliver` send a rollout's request to a server; again while no server answers.
+
+        Args:
+            body: the request, for its number of completions.
+            deliver: raises one of `AWAY` or aiohttp's errors if another try makes sense.
+        """
+
+        async def ask(server: Server, _: dict[str, Any]) -> T:
+            return await deliver(server, self._http())
+
+        async with self._limited("train"):
+            # vLLM cuts `max_tokens` to its context by itself.
+            return await self._request(ask, {"n": body.get("n")}, lambda: 0)  # type: ignore[no-any-return]
+
+    async def take(self, server: Server, rollout: str) -> list[RecordedTurn]:
+        """Return the turns that `server` recorded of a rollout; it forgets them."""
+        body = TakeRequest(rollout=rollout).model_dump()
+        async with self._http().post(f"{server.root}{TAKE_PATH}", json=body) as response:
+            response.raise_for_status()
+            return RecordedTurns.model_validate_json(await response.read()).turns
+
     @asynccontextmanager
     async def _limited(self, split: str) -> AsyncIterator[None]:
         started = time.time()
@@ -421,14 +466,14 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
             if 400 <= response.status < 500 and response.status not in (408, 425, 429):
                 raise await self._refusal(server, response)
             response.raise_for_status()
-            self._count_adjusted(response.headers)
+            self.count_adjusted(response.headers)
             answer: dict[str, Any] = await response.json(loads=_decoded)
             return answer
 
     async def _on_response(self, response: httpx.Response) -> None:
-        self._count_adjusted(response.headers)
+        self.count_adjusted(response.headers)
 
-    def _count_adjusted(self, headers: Mapping[str, str]) -> None:
+    def count_adjusted(self, headers: Mapping[str, str]) -> None:
         if SAMPLING_HEADER in headers:
             self.adjusted.update(headers[SAMPLING_HEADER].split(", "))
 

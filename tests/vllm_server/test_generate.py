@@ -176,7 +176,7 @@ async def test_the_answer_has_the_contract_s_shape_and_the_digest_finds_its_vers
         )
         for completion in seen["logprobs"]
     ]
-    assert generator.spans.look_up(digests) == [(4, 5, 2, 4.5), (5, 5, 1, 5.0)]
+    assert generator.log.spans.look_up(digests) == [(4, 5, 2, 4.5), (5, 5, 1, 5.0)]
     assert generator.completions == 2
 
 

@@ -1,0 +1,1 @@
+"""Rollouts of programs that only know an OpenAI-compatible address."""
