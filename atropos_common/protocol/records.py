@@ -188,6 +188,8 @@ class EnvCountsRecord(Record):
     """Newest detail of each reason."""
     failures: dict[str, int] = Field(default_factory=dict)
     """Failed rollouts, by reason."""
+    episodes: dict[str, int] = Field(default_factory=dict)
+    """Episodes of programs, by outcome (`played`, `timed out`) and by what they did wrong."""
     evaluation_failures: dict[str, int] = Field(default_factory=dict)
     """Evaluations that failed since the last success, by reason."""
     adjusted: dict[str, int] = Field(default_factory=dict)

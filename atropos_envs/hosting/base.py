@@ -161,7 +161,7 @@ class StackEnv(Hosted):
 
     # Rollouts
 
-    async def _make_groups(self, item: Any) -> tuple[dict[str, Any], list[Any]]:
+    async def _make_groups(self, item: Any) -> tuple[Any, list[Any]]:
         await self._may_roll.wait()
         return await self.rollout(item), []
 

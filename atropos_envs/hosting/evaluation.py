@@ -38,6 +38,8 @@ _SHARE = re.compile(r"correct|accuracy|(^|[_/])acc([_/]|$)|pass@|success|solve",
 
 # Characters; reasons are keys of a record and columns of the screen.
 LONGEST_REASON = 160
+# Outcomes of episodes that are counted apart.
+MANY_OUTCOMES, OTHER_OUTCOMES = 32, "other outcomes"
 # Groups in a row that fail or are left out before other environments get our share.
 MANY_IN_VAIN = 32
 
@@ -129,6 +131,7 @@ class EvalLog:
                 left_out_tokens=dict(tally.left_out_tokens),
                 examples=dict(tally.examples),
                 failures=dict(tally.failures),
+                episodes=dict(tally.episodes),
                 evaluation_failures=dict(tally.evaluation_failures),
                 adjusted=dict(adjusted),
                 curriculum=curriculum,
@@ -164,6 +167,8 @@ class Tally:
         """Groups whose rollout failed, by reason."""
         self.evaluation_failures: Counter[str] = Counter()
         """Evaluations that failed since the last success, by reason."""
+        self.episodes: Counter[str] = Counter()
+        """Episodes of programs, by outcome and by what they did wrong."""
         self.urgent = False
         """A reason is new: write the counts at once."""
         self._scores: list[float] = []
@@ -177,6 +182,17 @@ class Tally:
         """Count a failed rollout that generated `tokens`; log the first of a kind."""
         self._raised("a rollout failed", error, self.failures)
         self.lose(FAILED, tokens)
+
+    def episode(self, outcome: str) -> None:
+        """Count an episode; log the first of an outcome."""
+        # Programs choose some of the words.
+        known = outcome[:LONGEST_REASON]
+        if known not in self.episodes and len(self.episodes) >= MANY_OUTCOMES:
+            known = OTHER_OUTCOMES
+        if known not in self.episodes:
+            log.info("episodes: %s. Later ones are only counted", known)
+            self.urgent = True
+        self.episodes[known] += 1
 
     def lose(self, reason: str, tokens: int) -> None:
         """Count generated tokens that do not reach run-api."""
@@ -251,13 +267,16 @@ class Tally:
             parts.append(f"{count} left out ({reason_text(reason)})")
         for reason, count in self.failures.most_common(3):
             parts.append(f"{count} failed ({reason})")
+        if self.episodes:
+            counts = (f"{count} {outcome}" for outcome, count in self.episodes.most_common(6))
+            parts.append(f"episodes: {'; '.join(counts)}")
         for reason, count in self.evaluation_failures.most_common(1):
             parts.append(f"{count} evaluations failed ({reason})")
         return ", ".join(parts)
 
     @property
     def _totals(self) -> tuple[int, ...]:
-        counts = (self.left_out, self.failures, self.evaluation_failures)
+        counts = (self.left_out, self.failures, self.evaluation_failures, self.episodes)
         return (self.sent, *(each.total() for each in counts))
 
     def _raised(self, what: str, error: BaseException, counts: Counter[str]) -> None:

@@ -188,7 +188,7 @@ def test_other_routes_and_tools(server: Server) -> None:
 def test_what_a_program_does_wrong_is_counted(server: Server) -> None:
     async def play(client: openai.AsyncOpenAI) -> None:
         with pytest.raises(openai.BadRequestError):
-            await client.chat.completions.create(model="m", messages=[{"role": "robot"}])  # type: ignore[list-item]
+            await client.chat.completions.create(model="m", messages=[USER], max_tokens=-1)
         with pytest.raises(openai.NotFoundError):
             await client.embeddings.create(model="m", input="x")
         wrong = client.with_options(api_key="other")
