@@ -35,7 +35,7 @@ JSON_TYPE = "application/json"
 
 @dataclass
 class Counts:
-    """What the program of one rollout did."""
+    """Actions of one rollout's program."""
 
     requests: int = 0
     """Requests for completions."""
@@ -85,7 +85,7 @@ class RolloutProxy:
         self.counts = Counts()
         self.connections = 0
         self.servers: dict[Server, None] = {}
-        """Servers that were asked, in this order."""
+        """Servers that got a request, in this order."""
         self._client, self._options = client, dict(options)
         self._group = present_group()
         self._server: web.Server | None = None
@@ -191,7 +191,7 @@ class RolloutProxy:
             async for chunk in source.content.iter_any():
                 await stream.write(chunk)
         except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError):
-            # Parts of the answer are out, so it cannot be asked for again.
+            # Parts of the answer are out, so no other server can continue it.
             self.counts.cut += 1
             if request.transport is not None:
                 request.transport.abort()

@@ -20,7 +20,7 @@ class EpisodeError(RuntimeError):
 
 @dataclass(frozen=True)
 class Episode:
-    """What a scorer sees."""
+    """Input of a scorer."""
 
     task: Task
     output: str

@@ -25,7 +25,7 @@ class Sequence:
     turns: list[int] = field(default_factory=list)
     """Numbers of the turns that it trains."""
     finish_reason: str = ""
-    """Of its last turn."""
+    """Finish reason of its last turn."""
 
     @property
     def trained(self) -> int:
