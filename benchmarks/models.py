@@ -1,9 +1,9 @@
-"""Test which models train in which mode on real vLLM, and write the table of docs/models.md.
+"""Test which models train in which mode on real vLLM, and write docs/internals/models.md.
 
     python -m benchmarks.models [--only NAME ...] [--modes MODE ...] [--records models.jsonl]
         [--again] [--limit S]
     python -m benchmarks.models --device cuda [--part 1/12 ...]    # a twelfth, on one GPU
-    python -m benchmarks.models --table [--device cuda] [--write docs/models.md]
+    python -m benchmarks.models --table [--device cuda] [--write docs/internals/models.md]
 
 A cell is one architecture in one mode: a real `python -m vllm_server` starts, the trainer's own
 strategy attaches, proves its path, makes two optimizer steps with a publish each, and then compares
@@ -310,7 +310,7 @@ def measure(
             adapters, shared = mode.startswith("lora"), mode == "shared_vllm"
             release = installed()
             if refused := why_refused(config, frozen=adapters, shared=shared) or (
-                release and why_not_served(release, config)
+                release and why_not_served(release, config, longest=256, adapters=adapters)
             ):
                 found = {
                     "result": "refused",

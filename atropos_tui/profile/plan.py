@@ -61,10 +61,8 @@ from atropos_tui.profile.site import (
     env_engines,
     env_node,
     is_fed,
-    is_shared,
     meeting_address,
     node_of,
-    receivers,
     trainer_gpus,
     trainer_nodes,
     trainer_placements,
@@ -334,8 +332,7 @@ def _engine(
     clears: list[str] = []
     if fed:
         environment |= _fed_environment(site, section, settings)
-    shared = is_shared(site.profile, section)
-    if shared:
+    if fed and site.traits.shares_memory:
         # A manifest of an earlier attempt would point the trainer at memory that no longer exists.
         manifest = str(site.run.manifest(section.name))
         checks.append(FileCheck(path=manifest))
@@ -370,7 +367,7 @@ def _engine(
         # engine's memory.
         restart_with=[
             *names[1:],
-            *(["trainer"] if shared and site.traits.trainer_follows_engine else []),
+            *(["trainer"] if fed and site.traits.trainer_follows_engine else []),
         ],
         restart=SERVES_TILL_STOPPED,
         stop=StopPolicy(grace_s=15),
@@ -438,17 +435,16 @@ def _fed_environment(
     site: Site, section: EngineSection, settings: TrainingConfig
 ) -> dict[str, str]:
     environment: dict[str, str] = {}
-    if is_shared(site.profile, section):
+    if site.traits.shares_memory:
         environment |= {
             "VLLM_ENABLE_SHARED_WEIGHTS": "1",
             "ATROPOS_SHM_NAME": _shm_name(site, section),
         }
-    receives = section.name in {each.name for each in receivers(site.profile)}
-    if site.traits.updates_weights or receives:
+    if site.traits.updates_weights:
         environment[ENV_WEIGHT_UPDATES] = "1"
     # A server joins only groups at addresses that it was given: a request must not send it
     # elsewhere.
-    if receives and not is_loopback(address := meeting_address(site, settings)):
+    if site.traits.other_gpus and not is_loopback(address := meeting_address(site, settings)):
         environment[ENV_TRAINER_HOSTS] = address
     if site.traits.holds_generation:
         environment[ENV_HOLD_GENERATION] = "1"

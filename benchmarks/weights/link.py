@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from atropos_common.broadcast.transfer import CHUNK_BYTES
+from trainer_core.weight_sync.broadcast import CHUNK_BYTES
 
 
 def timed(work: Callable[[], Any], rounds: int, ready: Callable[[], Any] = lambda: None) -> float:

@@ -143,19 +143,22 @@ def test_every_completion_of_a_request_is_kept(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("completion", "kept"),
+    ("prompt", "completion", "kept"),
     [
-        (_experts(4), _experts(4)),
-        (_experts(5), _experts(5)[:4]),
-        (_experts(1), None),
-        (None, None),
+        (None, _experts(4), _experts(4)),
+        (None, _experts(5), _experts(5)[:4]),
+        (_experts(3), _experts(1), np.concatenate([_experts(3), _experts(1)])),
+        (_experts(3), _experts(2), np.concatenate([_experts(3), _experts(2)])[:4]),
+        (None, _experts(1), None),
+        (None, None, None),
     ],
 )
-def test_experts_of_fewer_tokens_are_not_kept(completion: Any, kept: Any) -> None:
-    """Prompt and completion together, with the last token or without."""
+def test_the_forms_of_vllm_s_versions(prompt: Any, completion: Any, kept: Any, caplog: Any) -> None:
+    """Prompt and completion together or apart, with the last token or without; what covers less is
+    not kept."""
     store = RoutingStore()
     done = _completion(0, [1, 2], "stop", routed_experts=completion)
-    output = SimpleNamespace(outputs=[done], prompt_token_ids=PROMPT)
+    output = SimpleNamespace(outputs=[done], prompt_token_ids=PROMPT, prompt_routed_experts=prompt)
     recorder = RoutingRecorder(store, None)
     asyncio.run(KeptRequest(recorder, deltas=False).see(output))
     assert _found(store, [1, 2]) == (None if kept is None else kept.tolist())

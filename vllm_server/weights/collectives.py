@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
-from vllm.utils.nccl import unpinned_nccl_env
 
 from atropos_common.broadcast.group import (
     Gloo,
@@ -96,8 +97,9 @@ class NcclLink(Link):
         self, lifeline: Lifeline, rank: int, init: TransferInit, device: torch.device
     ) -> None:
         self._lifeline = lifeline
-        # vLLM changes NCCL's environment for its own groups; the trainer uses the launch's.
-        with unpinned_nccl_env():
+        # Later releases change NCCL's environment for vLLM's own groups; the trainer uses the
+        # launch's.
+        with _as_launched():
             self._nccl = Nccl(init.nccl_id, rank, init.world_size, device)
         self._stream = torch.cuda.Stream(device)
         self._filled = torch.cuda.Event()
@@ -122,3 +124,12 @@ class NcclLink(Link):
 
     def close(self) -> None:
         self._nccl.close()
+
+
+def _as_launched() -> contextlib.AbstractContextManager[None]:
+    try:
+        from vllm.utils.nccl import unpinned_nccl_env
+    except ImportError:
+        return contextlib.nullcontext()
+    as_launched: contextlib.AbstractContextManager[None] = unpinned_nccl_env()
+    return as_launched

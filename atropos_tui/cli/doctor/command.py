@@ -89,8 +89,8 @@ def notified(name: str | None) -> Iterator[Check]:
         print("\a", end="", flush=True)
         yield ok("notify.bell", "was rung")
     fix = (
-        "check the URL and its server; docs/profiles.md describes the message (three tries, 5 s "
-        "each)"
+        "check the URL and its server; docs/guides/notifications.md describes the message (three "
+        "tries, 5 s each)"
     )
     try:
         if (url := resolved(policy, stack.variables | os.environ)) is not None:

@@ -433,7 +433,7 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
             "a, b",
         ),
         (
-            engines() | {"mode": "lora_restart", "env": {"module": "json", "engine": "b"}},
+            engines() | {"env": {"module": "json", "engine": "b"}},
             "env.0.engine",
             "with weights that never change",
             'mode = "broadcast"',
@@ -442,7 +442,7 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
         # GPUs and shares of them
         ({"vllm": {"gpus": [0, 0]}}, "vllm.0.gpus", "twice", "once"),
         (
-            {"mode": "lora_restart", "vllm": {"gpus": [0, 1]}},
+            {"vllm": {"gpus": [0, 1]}},
             "vllm.0.gpus",
             "an engine that takes 1",
             "vllm.tensor_parallel = 2",
@@ -623,18 +623,6 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
             "vllm.0.args.pipeline-parallel-size",
             "over 2 pipeline stages",
             "tensor_parallel",
-        ),
-        (
-            REPLAY | {"vllm": {"args": {"enable_prefix_caching": False}}},
-            "vllm.0.args.enable_prefix_caching",
-            "only with its prefix cache",
-            "routing_replay",
-        ),
-        (
-            REPLAY | {"vllm": {"args": {"no-enable-prefix-caching": True}}},
-            "vllm.0.args.no-enable-prefix-caching",
-            "only with its prefix cache",
-            "routing_replay",
         ),
         (
             ONE_COPY | {"vllm": {"tensor_parallel": 2}},
