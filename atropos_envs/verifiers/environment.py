@@ -41,6 +41,7 @@ from atropos_envs.verifiers.sequences import (
     measured,
     sequences_of,
 )
+from atropos_envs.verifiers.tool_servers import ForkServer, fork_tool_servers
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +103,9 @@ class VerifiersEnv(StackEnv):
         self._endpoint = Endpoint(client, self.config.max_token_length - 1)
         os.environ[KEY_VARIABLE] = self._endpoint.key
         await self._resources.enter_async_context(self._endpoint.serving())
+        forks = ForkServer()
+        self._resources.push_async_callback(forks.close)
+        fork_tool_servers(forks)
         for env in {id(each): each for each in (self._env, self._eval_env)}.values():
             await self._resources.enter_async_context(env.serving())
 
