@@ -1,0 +1,138 @@
+"""Environments of other makers in `atropos-tui up`, three steps each; a table for the docs.
+
+    python -m benchmarks.environments [--only PART ...] [--again] [--table]
+
+They are in `environments.toml`. One real stack has many of them, with a tiny chat model on the CPU.
+A record for each is kept in --results. The packages that an environment needs must be in the Python
+that runs this: `python -m pip install 'atropos-tui[verifiers]' reasoning-gym marble-v1`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from atropos_common.protocol.records import reason_text
+from benchmarks.support.chat_model import make_chat_model
+from benchmarks.support.turns import GROUP, Turn, cell, machine_lock, new_row, run_stack
+
+ROOT = Path(__file__).parents[1]
+LIST = Path(__file__).with_suffix(".toml")
+A_STACK = 24
+"""Environments of one stack."""
+PATIENCE_S = 180.0
+"""For the start of one, and for its three steps."""
+
+
+def main() -> int:
+    options = _options()
+    results = options.results.resolve()
+    known = tomllib.loads(LIST.read_text())["environment"]
+    chosen = [
+        each
+        for each in known
+        if not options.only or any(part in each["name"] for part in options.only)
+    ]
+    todo = [each for each in chosen if options.again or not _record(results, each).exists()]
+    if todo and not options.table:
+        results.joinpath("work").mkdir(parents=True, exist_ok=True)
+        model = make_chat_model(results / "chat-model", ROOT)
+        turns = [_turn(each) for each in todo]
+        waiting = [turn for turn in turns if not _write_if_missing(turn, results)]
+        while waiting:
+            with machine_lock():
+                left = run_stack(waiting[:A_STACK], results, model)
+            waiting = [turn for turn in waiting[:A_STACK] if turn in left] + waiting[A_STACK:]
+    rows = [json.loads(_record(results, each).read_text()) for each in chosen]
+    print(table(rows))
+    return 0
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _record(results: Path, each: dict[str, Any]) -> Path:
+    return results / f"{_slug(each['name'])}.json"
+
+
+def _turn(each: dict[str, Any]) -> Turn:
+    keys = {
+        key: str(ROOT / value) if str(value).startswith("examples/") else value
+        for key, value in each["keys"].items()
+    }
+    missing = [package for package in each.get("packages", []) if not _installed(package)]
+    reason = f"not installed: {', '.join(missing)}" if missing else ""
+    args = each.get("args", {})
+    row = new_row(each["name"], args, [], reason) | {"kind": each["kind"]}
+    common = {
+        "env.group_size": GROUP,
+        "env.max_tokens": 64,
+        "env.steps_per_eval": 0,
+        "env.ensure_scores_are_not_same": False,
+        "env.max_batches_offpolicy": 1,
+    }
+    return Turn(_slug(each["name"]), keys, common | args, {}, row, patience_s=PATIENCE_S)
+
+
+def _installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _write_if_missing(turn: Turn, results: Path) -> bool:
+    if turn.row["reason"]:
+        turn.write(results)
+    return bool(turn.row["reason"])
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: one row for each environment."""
+    trained = sum(row["outcome"] == "trained" for row in rows)
+    lines = [
+        f"{trained} of {len(rows)} train.",
+        "",
+        "| environment | kind | steps | groups | tokens from the engine | worst alignment | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        known, worst = row.get("from_engine"), row.get("alignment")
+        share = "" if known is None else f"{known:.0%}"
+        nats = "" if worst is None else f"{worst:.1e}"
+        lines.append(
+            f"| {row['path']} | {cell(row['kind'])} | {row['steps']} | {row['groups']} | {share} | "
+            f"{nats} | {cell(_notes(row))} |"
+        )
+    return "\n".join(lines)
+
+
+def _notes(row: dict[str, Any]) -> str:
+    parts = [row["reason"]] if row["reason"] else []
+    parts += [f"`{name} = {json.dumps(value)}`" for name, value in row["set"].items()]
+    parts += [f"{count} left out ({reason_text(each)})" for each, count in row["left_out"].items()]
+    parts += [f"{count} failed ({reason})" for reason, count in row["failures"].items()]
+    return "; ".join(parts)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=Path("runs/environments"))
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART")
+    parser.add_argument("--again", action="store_true", help="repeat what has a record")
+    parser.add_argument("--table", action="store_true", help="print the table and run nothing")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
