@@ -22,6 +22,7 @@ from atropos_common.protocol.records import reason_text
 from benchmarks.support.chat_model import make_chat_model
 from benchmarks.support.turns import GROUP, Turn, cell, machine_lock, new_row, run_stack
 
+NOT_INSTALLED = "not installed"
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_suffix(".toml")
 A_STACK = 24
@@ -51,7 +52,12 @@ def main() -> int:
             waiting = [turn for turn in waiting[:A_STACK] if turn in left] + waiting[A_STACK:]
     rows = [json.loads(_record(results, each).read_text()) for each in chosen]
     print(table(rows))
-    return 0
+    bad = [
+        row for row in rows if row["outcome"] != "trained" and NOT_INSTALLED not in row["reason"]
+    ]
+    for row in bad:
+        print(f"CHECK FAILED: {row['path']} does not train", file=sys.stderr)
+    return int(bool(bad))
 
 
 def _slug(name: str) -> str:
@@ -68,7 +74,7 @@ def _turn(each: dict[str, Any]) -> Turn:
         for key, value in each["keys"].items()
     }
     missing = [package for package in each.get("packages", []) if not _installed(package)]
-    reason = f"not installed: {', '.join(missing)}" if missing else ""
+    reason = f"{NOT_INSTALLED}: {', '.join(missing)}" if missing else ""
     args = each.get("args", {})
     row = new_row(each["name"], args, [], reason) | {"kind": each["kind"]}
     common = {

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,7 +138,7 @@ def new_row(path: str, shown: dict[str, Any], data: list[str], reason: str = "")
     }
 
 
-def run_stack(chunk: list[Turn], results: Path, model: Path) -> list[Turn]:
+def run_stack(chunk: Sequence[Turn], results: Path, model: Path) -> list[Turn]:
     """One `atropos-tui up` in which they take turns; those that had none, because a stack ended
     early, are returned."""
     root = results / "work" / f"run-{int(time.time())}"
@@ -176,7 +176,7 @@ def run_stack(chunk: list[Turn], results: Path, model: Path) -> list[Turn]:
     return [turn for turn in chunk if turn not in had]
 
 
-def write_profile(path: Path, gates: dict[str, Path], chunk: list[Turn], model: Path) -> Path:
+def write_profile(path: Path, gates: dict[str, Path], chunk: Sequence[Turn], model: Path) -> Path:
     """The stack's profile, with ports that are free now."""
     api, engine = free_ports(2)
     text = PROFILE.format(
