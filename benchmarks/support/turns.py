@@ -103,7 +103,7 @@ class Turn:
 
     name: str
     keys: dict[str, Any]
-    """Of its `[[env]]`, beside `name`, `env` and `args`."""
+    """Keys of its `[[env]]` other than `name`, `env` and `args`."""
     args: dict[str, Any]
     env: dict[str, str]
     row: dict[str, Any] = field(default_factory=dict)
