@@ -145,8 +145,8 @@ def fork_tool_servers(server: ForkServer) -> None:
         )
         self._background.append(fork)
 
-    original = getattr(SubprocessRuntime.run_background, "__wrapped__", None)
-    original = original or SubprocessRuntime.run_background
+    original: Any = SubprocessRuntime.run_background
+    original = getattr(original, "__wrapped__", original)
     run_background.__wrapped__ = original  # type: ignore[attr-defined]
     SubprocessRuntime.run_background = run_background
 
