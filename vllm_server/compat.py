@@ -21,7 +21,7 @@ from vllm_server.config import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_PLACES: dict[str, tuple[str, ...]] = {
+PLACES: dict[str, tuple[str, ...]] = {
     # name: modules to look in, newest release first
     "setup_server": ("vllm.entrypoints.launchers.launcher",),
     "build_async_engine_client": ("vllm.entrypoints.launchers.api_server.entry",),
@@ -102,13 +102,13 @@ def hear_steps(engine: Any, hear: Callable[[Step], None]) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in PLACES:
         raise AttributeError(f"module {__name__} has no attribute {name}")
     return _find(name)
 
 
 def _find(name: str) -> Any:
-    for module_name in _PLACES[name]:
+    for module_name in PLACES[name]:
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
@@ -117,7 +117,7 @@ def _find(name: str) -> Any:
             raise  # a package that vLLM needs
         if hasattr(module, name):
             return getattr(module, name)
-    missing = f"vLLM {vllm_version()} has no {name} in {' or '.join(_PLACES[name])}"
+    missing = f"vLLM {vllm_version()} has no {name} in {' or '.join(PLACES[name])}"
     raise ImportError(f"{missing} ({engine_release.SUPPORTED_TEXT})")
 
 
@@ -127,7 +127,7 @@ def require_parts() -> None:
     Raises:
         ImportError: a part is missing, or vLLM cannot be imported.
     """
-    for name in _PLACES:
+    for name in PLACES:
         _find(name)
 
 
