@@ -17,7 +17,7 @@ MODEL_TESTS := tests/benchmarks $(addprefix tests/atropos_common/,broadcast mode
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-gpu cuda-driver test test-waiting test-computing test-all test-cluster cluster-tools check format requirements dist docs clean
+.PHONY: help install demo demo-gpu cuda-driver test test-waiting test-computing test-all test-cluster cluster-tools check language format requirements dist docs lint-image clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -32,7 +32,7 @@ $(VENV)/bin/python:
 $(VENV)/.installed-cpu: $(VENV)/bin/python requirements/cpu.txt pyproject.toml
 	$(PIP) "torch==$(TORCH)+cpu" 2>/dev/null \
 	  || $(PIP) "torch==$(TORCH)" --index-url https://download.pytorch.org/whl/cpu
-	$(PIP) --requirement requirements/cpu.txt
+	$(PIP) --require-hashes --requirement requirements/cpu.txt
 	$(PIP) --no-build-isolation --editable .
 	@touch $@
 
@@ -82,8 +82,10 @@ cluster-tools: install
 READABLE := tools tests benchmarks docs README.md CONTRIBUTING.md SECURITY.md CHANGELOG.md \
   atropos_api atropos_common atropos_envs atropos_tui trainer_core vllm_server
 
-check: install  ## lint, types, import contracts, language
+language: install  ## refuse phrases that LANGUAGE rules out of docs and docstrings
 	$(BIN)/python -m tools.readability --lint $(READABLE)
+
+check: install language  ## lint, types, import contracts, language
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -104,6 +106,9 @@ docs: install $(TOOLS)/.installed  ## build the site of the docs into site/; a l
 	$(BIN)/python -m tools.site build/pages
 	$(TOOLS)/bin/zensical build --strict --clean
 
+lint-image: $(TOOLS)/.installed  ## check the Dockerfile
+	$(TOOLS)/bin/hadolint Dockerfile
+
 # The empty environment gets from PyPI what the wheel's metadata asks for, and reads a copied run with it.
 dist: install $(TOOLS)/.installed  ## build wheel and source archive into dist/, check them, try the wheel in an empty environment
 	rm -rf dist $(VENV)-empty
@@ -113,7 +118,7 @@ dist: install $(TOOLS)/.installed  ## build wheel and source archive into dist/,
 	$(VENV)-empty/bin/pip install --quiet "$$(ls dist/*.whl)[report,mcp]"
 	ATROPOS_EMPTY_PYTHON="$(CURDIR)/$(VENV)-empty/bin/python" $(PYTEST) -m slow -n0 tests/project/test_wheel.py
 
-COMPILE := uv pip compile --universal --python-version 3.11 --no-annotate --no-header
+COMPILE := uv pip compile --universal --python-version 3.11 --no-annotate --no-header --generate-hashes
 requirements:  ## resolve requirements/*.in into the pinned *.txt (needs uv)
 	$(COMPILE) --overrides requirements/cpu.overrides \
 	  $(foreach p,torch torchaudio torchvision torchcodec triton,--no-emit-package $(p)) \
