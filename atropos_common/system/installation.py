@@ -37,7 +37,7 @@ def install_command(extra: Extra) -> str:
         installer = "uv tool install"
     if extra != "cpu":
         return f"{installer} {package}"
-    # The index also has old releases of common packages, and uv would look for newer ones nowhere else.
+    # The index also has old releases of common packages; uv would look for newer ones nowhere else.
     every = " --index-strategy unsafe-best-match" if installer.startswith("uv") else ""
     return f"{installer} {package} --extra-index-url {TORCH_CPU_INDEX}{every}"
 
