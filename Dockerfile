@@ -33,7 +33,7 @@ RUN pip install --no-deps "torch==${TORCH_VERSION}+cpu" --index-url https://down
 COPY requirements/cpu.txt /tmp/
 RUN pip install --no-deps --require-hashes --requirement /tmp/cpu.txt
 COPY --from=wheel /dist /tmp/dist
-COPY NOTICE.md /opt/atropos/
+COPY NOTICE /opt/atropos/
 RUN pip install --no-deps /tmp/dist/*.whl
 USER 1000
 
@@ -43,6 +43,6 @@ ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY requirements/gpu.txt /tmp/
 RUN pip install --no-deps --requirement /tmp/gpu.txt
 COPY --from=wheel /dist /tmp/dist
-COPY NOTICE.md /opt/atropos/
+COPY NOTICE /opt/atropos/
 RUN pip install --no-deps /tmp/dist/*.whl
 USER 1000
