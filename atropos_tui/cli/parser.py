@@ -505,4 +505,9 @@ def _audit(commands) -> None:  # type: ignore[no-untyped-def]
     audit.add_argument(
         "--timeout", metavar="S", type=_seconds, help="time limit in seconds (default 60)"
     )
+    audit.add_argument(
+        "--prompt-logprobs",
+        action="store_true",
+        help="compare prompts too; vLLM on a CPU crashes on it when LoRA is enabled",
+    )
     audit.add_argument("--json", action="store_true", help="print JSON")

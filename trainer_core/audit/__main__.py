@@ -35,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--token-env", default="")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--timeout", type=float, default=60.0)
+    parser.add_argument("--prompt-logprobs", action="store_true")
     parser.add_argument("--json", action="store_true")
     return parser
 
@@ -84,6 +85,7 @@ def _audit(options: argparse.Namespace) -> Audit:
             device=options.device,
             sampler=PLAIN._replace(temperature=options.temperature),
             seed=options.seed,
+            prompt_logprobs=options.prompt_logprobs,
             timeout_s=options.timeout,
         )
     )

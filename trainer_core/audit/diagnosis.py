@@ -312,8 +312,10 @@ class Diagnosis:
     ) -> tuple[Cause | None, str]:
         best = min((left for _, left in tried), default=math.inf)
         near = [(h, left) for h, left in tried if left <= max(1.2 * best, 0.25 * self.bound)]
+        # A model that says nothing about a token is nearer to a wrong one than another wrong one.
+        whole = min(before, gap(panel.theirs.median(), panel.theirs))
         fitting = next(
-            ((h, left) for h, left in near if left <= max(self.bound, self._allowed(h) * before)),
+            ((h, left) for h, left in near if left <= max(self.bound, self._allowed(h) * whole)),
             None,
         )
         if fitting is not None and (fitting[1] <= self.bound or fitting[0].kind != DTYPE):
@@ -321,7 +323,7 @@ class Diagnosis:
             return (h.kind, f"{h.evidence}: {left:.2g} of {before:.2g} nats remain"), ""
         if told := self._other_dtype(panel, before):
             return (DTYPE, told), ""
-        if best <= LEFT_IN_PART * before:
+        if best <= LEFT_IN_PART * whole:
             h, left = min(tried, key=lambda pair: pair[1])
             return (
                 h.kind,

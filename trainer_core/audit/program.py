@@ -39,6 +39,8 @@ class Settings:
     device: str = "auto"
     sampler: Sampler = field(default_factory=lambda: PLAIN)
     seed: int | None = None
+    prompt_logprobs: bool = False
+    """Ask for the logprobs of prompts as well. vLLM on a CPU crashes on it with LoRA enabled."""
     timeout_s: float = 60.0
 
 
@@ -104,6 +106,7 @@ def _of_engine(
         tokenizer=tokenizer_of(settings.weights),
         seed=settings.seed,
         sampler=settings.sampler,
+        prompt_logprobs=settings.prompt_logprobs,
     )
     observed = questions.ask()
     observed += questions.on_prompts([one.prompt for one in recorded[:PROMPTS_ASKED]])
@@ -134,9 +137,8 @@ def _of_engine(
                 f"temperature, top_p and top_k with each request, or start vLLM with "
                 f"--generation-config vllm"
             )
-    if any(group.name == "prompt" for group in finding.groups):
-        return
-    result.notes.append("the engine gives no prompt logprobs: only drawn tokens were compared")
+    if settings.prompt_logprobs and all(group.name != "prompt" for group in finding.groups):
+        result.notes.append("the engine gives no prompt logprobs: only drawn tokens were compared")
 
 
 def _meaning(result: Audit, questions: Questions, reference: Reference) -> None:

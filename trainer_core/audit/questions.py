@@ -57,7 +57,9 @@ class Questions:
         tokenizer: Any = None,
         seed: int | None = None,
         sampler: Sampler = PLAIN,
+        prompt_logprobs: bool = False,
     ) -> None:
+        self.with_prompt = prompt_logprobs
         self.engine, self.config, self.vocabulary = engine, config, vocabulary
         self.tokenizer, self.sampler = tokenizer, sampler
         self.random = random.Random(secrets.randbits(64) if seed is None else seed)
@@ -74,7 +76,7 @@ class Questions:
             "top_p": self.sampler.top_p,
             "top_k": self.sampler.top_k or -1,
         }
-        answers = self.engine.ask(prompts, Request(drawn, sampling, with_prompt=True))
+        answers = self.engine.ask(prompts, Request(drawn, sampling, with_prompt=self.with_prompt))
         found = [o for a in answers for o in _observed(a, "sampled", self.sampler)]
         default = min(DEFAULT_DRAWN, drawn)
         answers = self.engine.ask(prompts, Request(default, None))
@@ -126,10 +128,11 @@ class Questions:
         if not window or not slides(self.config):
             return []
         length = window + BEYOND_WINDOW
-        if length + 8 > min(self.longest, LONGEST):
+        if length + BEYOND_WINDOW > min(self.longest, LONGEST):
             return []
         prompt = self._random_tokens(self.random, length)
-        (answer,) = self.engine.ask([prompt], Request(8, with_prompt=True))
+        request = Request(BEYOND_WINDOW, with_prompt=self.with_prompt)
+        (answer,) = self.engine.ask([prompt], request)
         # Tokens within the window say nothing about it.
         beyond = [o for o in _observed(answer, "long", PLAIN) if o.group == "long"]
         if answer.prompt_logprobs is not None:

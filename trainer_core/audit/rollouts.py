@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from atropos_common.protocol.audit import RolloutsAudit
+from atropos_common.protocol.trainer_records import STALE_WEIGHTS
 from trainer_core.audit.diagnosis import Diagnosis
 from trainer_core.audit.questions import Observed
 from trainer_core.audit.reference import Reference, Span
@@ -245,4 +246,4 @@ def _explain(found: RolloutsAudit, diagnosis: Diagnosis, theirs: torch.Tensor) -
         with swapped(reference.model, reference.known.older):
             older = gap(torch.cat(diagnosis.expected()), theirs)
         if older < LEFT * found.difference:
-            found.explained_by, found.left = "older weights: those of --older", older
+            found.explained_by, found.left = f"{STALE_WEIGHTS}: those of --older", older

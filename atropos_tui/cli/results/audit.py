@@ -36,6 +36,8 @@ def audit(options: argparse.Namespace) -> int:
         value = getattr(options, name)
         if value is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]
+    if options.prompt_logprobs:
+        words.append("--prompt-logprobs")
     if options.json:
         words.append("--json")
     # A program of its own: it needs torch, and this package does not import the trainer.

@@ -58,7 +58,8 @@ def asked(engine: TorchEngine, folder: Path, reference: Any = None, **settings: 
 
 
 def test_an_engine_of_the_folder_serves_it(folder: Path, reference: Reference) -> None:
-    result = asked(TorchEngine(models.build("llama")), folder, reference)
+    engine = TorchEngine(models.build("llama"))
+    result = asked(engine, folder, reference, prompt_logprobs=True)
     assert result.verdict == "serves" and result.exit_code == 0, result
     assert {group.name for group in result.groups} == {"prompt", "sampled", "default", "cached"}
     assert all(group.difference < 1e-4 for group in result.groups)
@@ -69,7 +70,7 @@ def test_a_server_that_knows_few_parameters(folder: Path, reference: Reference) 
     engine = TorchEngine(models.build("llama"))
     engine.processed = False
     engine.refuse = ("cache_salt", "min_p", "prompt_logprobs", "top_k")
-    result = asked(engine, folder, reference)
+    result = asked(engine, folder, reference, prompt_logprobs=True)
     assert result.verdict == "serves" and result.logprobs == "raw"
     assert any("prompt logprobs" in note for note in result.notes)
 
@@ -97,14 +98,20 @@ def _renormalised(engine: TorchEngine) -> None:
     )
 
 
+SLOW = pytest.mark.slow
+"""Seconds of a processor for each; the bench of silent bugs has them too."""
+
+
 @pytest.mark.parametrize(
     ("plant", "cause", "words"),
     [
         (lambda engine: setattr(engine, "alter", _rolled), records.SHIFTED, "next token"),
         (_sampling(temperature=0.7), records.TEMPERATURE, "temperature 0.7"),
         (_sampling(top_p=0.8), records.SAMPLING, "top-p 0.8"),
-        (_sampling(temperature=0.7, top_k=20), records.SAMPLING, "top-k 20"),
-        (_renormalised, records.SAMPLING, "top-k 20"),
+        pytest.param(
+            _sampling(temperature=0.7, top_k=20), records.SAMPLING, "top-k 20", marks=SLOW
+        ),
+        pytest.param(_renormalised, records.SAMPLING, "top-k 20", marks=SLOW),
         (
             lambda engine: setattr(engine, "old_prefix", models.build("llama", seed=5)),
             records.STALE_PREFIX,
@@ -170,12 +177,22 @@ def _int8(model: Any) -> None:
     ("plant", "cause", "words"),
     [
         (lambda m: m.load_state_dict(models.build("llama", seed=9).state_dict()), "stale", "every"),
-        (lambda m: _layer(m, models.build("llama", seed=9), 2), causes.HALF_LOADED, "layer 2"),
+        pytest.param(
+            lambda m: _layer(m, models.build("llama", seed=9), 2),
+            causes.HALF_LOADED,
+            "layer 2",
+            marks=SLOW,
+        ),
         (_emptied, causes.HALF_LOADED, "layers 2 to 3"),
         (_rope, causes.ROTARY, "10,000"),
-        (_int8, causes.QUANTISED, "int8"),
-        (lambda m: m.to(torch.bfloat16), causes.DTYPE, "bfloat16"),
-        (lambda m: m.lm_head.weight.copy_(m.model.embed_tokens.weight), causes.TIED_HEAD, "head"),
+        pytest.param(_int8, causes.QUANTISED, "int8", marks=SLOW),
+        pytest.param(lambda m: m.to(torch.bfloat16), causes.DTYPE, "bfloat16", marks=SLOW),
+        pytest.param(
+            lambda m: m.lm_head.weight.copy_(m.model.embed_tokens.weight),
+            causes.TIED_HEAD,
+            "head",
+            marks=SLOW,
+        ),
     ],
     ids=["older", "one layer older", "empty layers", "rotary", "int8", "bfloat16", "tied"],
 )
@@ -204,6 +221,7 @@ def test_an_adapter_that_never_arrives(folder: Path, tmp_path: Path) -> None:
     assert result.cause == causes.ADAPTER and "base model" in result.evidence
 
 
+@SLOW
 def test_an_adapter_of_twice_its_scale(folder: Path, tmp_path: Path) -> None:
     adapter = models.write_adapter(folder, tmp_path / "adapter")
     twice = models.write_adapter(folder, tmp_path / "twice", alpha=32.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import product
 from typing import NamedTuple
@@ -141,7 +142,11 @@ MIN_PS = (0.01, 0.02, 0.05, 0.1, 0.2)
 REPETITIONS = (1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5)
 PENALTIES = (-1.0, -0.5, 0.2, 0.5, 1.0, 1.5, 2.0)
 # Likeliest tokens of a position that a filter looks at; the rest counts as removed.
-HEADMOST = 2048
+HEADMOST = 1024
+# Positions on which every setting is tried, and settings that are then tried on all.
+SCREENED, BEST = 48, 16
+FITS = 1e-4
+"""Difference in nats that needs no better fit."""
 
 
 class Distribution:
@@ -162,42 +167,70 @@ class Distribution:
         """
         self.logits, self.tokens, self.before, self.prompts = logits, tokens, before, prompts
         self._sorted: torch.Tensor | None = None
+        self._totals: dict[float, torch.Tensor] = {}
+        self._counts: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]] | None = None
+
+    def spread_out(self, count: int) -> Distribution:
+        """Return about `count` of the positions, from everywhere."""
+        step = max(1, len(self.tokens) // count)
+        some = Distribution(
+            self.logits[::step], self.tokens[::step], self.before[::step], self.prompts[::step]
+        )
+        if self._sorted is not None:
+            some._sorted = self._sorted[::step]
+        return some
 
     def logprobs(self, sampler: Sampler) -> torch.Tensor:
         """Return the logprobs of the tokens under `sampler`, [T]; -inf for a removed token."""
-        plain = sampler[4:] == PLAIN[4:]
-        logits = self.logits if plain else self._penalised(sampler)
-        chosen = logits.gather(1, self.tokens[:, None])[:, 0] / sampler.temperature
-        scaled = logits / sampler.temperature
+        if sampler[4:] != PLAIN[4:]:
+            other = Distribution(self._penalised(sampler), self.tokens, self.before, self.prompts)
+            return other.logprobs(sampler._replace(repetition=1.0, presence=0.0, frequency=0.0))
+        temperature = sampler.temperature
+        chosen = self.logits.gather(1, self.tokens[:, None])[:, 0] / temperature
+        # The sum over a large vocabulary costs more than everything else.
+        if temperature not in self._totals:
+            self._totals[temperature] = (self.logits / temperature).logsumexp(1)
+        total = self._totals[temperature]
         if sampler[1:4] == PLAIN[1:4]:
-            return chosen - scaled.logsumexp(1)
-        top = self._top(scaled if not plain else None, sampler.temperature)
-        kept = _kept(top, scaled.logsumexp(1), sampler)
-        total = torch.where(kept, top, -torch.inf).logsumexp(1)
+            return chosen - total
+        top = self.headmost() / temperature
+        kept = _kept(top, total, sampler)
         last = torch.where(kept, top, torch.inf).amin(1)
+        total = torch.where(kept, top, -torch.inf).logsumexp(1)
         return torch.where(chosen >= last - 1e-5, chosen - total, -torch.inf)
 
-    def _top(self, scaled: torch.Tensor | None, temperature: float) -> torch.Tensor:
-        if scaled is not None:
-            return scaled.topk(min(HEADMOST, scaled.shape[1]), dim=1).values
-        if self._sorted is None:  # the order does not depend on the temperature
+    def headmost(self) -> torch.Tensor:
+        """Return the largest logits of each position in order, [T, K]."""
+        if self._sorted is None:
             self._sorted = self.logits.topk(min(HEADMOST, self.logits.shape[1]), dim=1).values
-        return self._sorted / temperature
+        return self._sorted
 
     def _penalised(self, sampler: Sampler) -> torch.Tensor:
+        if self._counts is None:
+            self._counts = self._count()
+        every, drawn = self._counts
         logits = self.logits.clone()
-        for row, (seen, prompt) in enumerate(zip(self.before, self.prompts, strict=True)):
-            every = torch.tensor(sorted(set(seen)), device=logits.device)
-            some = logits[row, every]
-            logits[row, every] = torch.where(
-                some > 0, some / sampler.repetition, some * sampler.repetition
-            )
-            # Presence and frequency count the completion alone.
-            for token in seen[prompt:]:
-                logits[row, token] -= sampler.frequency
-            if seen[prompt:]:
-                logits[row, sorted(set(seen[prompt:]))] -= sampler.presence
+        rows, tokens = every
+        some = logits[rows, tokens]
+        logits[rows, tokens] = torch.where(
+            some > 0, some / sampler.repetition, some * sampler.repetition
+        )
+        # Presence and frequency count the completion alone.
+        rows, tokens, times = drawn
+        logits[rows, tokens] -= sampler.presence + sampler.frequency * times
         return logits
+
+    def _count(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Return position and token of each token before a position; drawn ones with a count."""
+        every, drawn = [], []
+        for row, (seen, prompt) in enumerate(zip(self.before, self.prompts, strict=True)):
+            every += [(row, token) for token in set(seen)]
+            drawn += [(row, token, n) for token, n in Counter(seen[prompt:]).items()]
+        device = self.logits.device
+        return (
+            tuple(torch.tensor(every, device=device).reshape(-1, 2).T),
+            tuple(torch.tensor(drawn, device=device).reshape(-1, 3).T),
+        )
 
 
 def _kept(top: torch.Tensor, total: torch.Tensor, sampler: Sampler) -> torch.Tensor:
@@ -232,22 +265,32 @@ def samplers() -> Iterable[Sampler]:
 
 def best_sampler(distribution: Distribution, theirs: torch.Tensor) -> tuple[Sampler, float]:
     """Return the settings that fit the engine's logprobs best, and the difference that is left."""
+    distribution.headmost()
+    few = distribution.spread_out(SCREENED)
+    some = theirs[:: max(1, len(theirs) // SCREENED)]
+    every = [PLAIN, *samplers()]
+    gaps = [gap(few.logprobs(sampler), some) for sampler in every]
+    best = sorted(range(len(every)), key=gaps.__getitem__)[:BEST]
     found, left = PLAIN, gap(distribution.logprobs(PLAIN), theirs)
-    for sampler in samplers():
+    for sampler in (every[i] for i in sorted(best)):
         now = gap(distribution.logprobs(sampler), theirs)
         # A setting more must halve what is left.
         if now < (0.5 if sampler.changed > found.changed else 0.98) * left:
             found, left = sampler, now
-        if left < 1e-4:
-            break
-    return _refined(distribution, theirs, found, left)
+    return _refined(distribution, theirs, found, left) if found != PLAIN else (found, left)
 
 
 def _refined(
     distribution: Distribution, theirs: torch.Tensor, found: Sampler, left: float
 ) -> tuple[Sampler, float]:
-    """Move the numbers of `found` off the grid, a little at a time."""
+    """Add a repetition penalty if it helps, then move the numbers of `found` off the grid."""
+    for repetition in REPETITIONS if found.repetition == 1.0 else ():
+        other = found._replace(repetition=repetition)
+        if (now := gap(distribution.logprobs(other), theirs)) < 0.5 * left:
+            found, left = other, now
     for _ in range(2):
+        if left < FITS:
+            break
         for name, step in (("temperature", 0.01), ("top_p", 0.005), ("repetition", 0.01)):
             value = getattr(found, name)
             if value == getattr(PLAIN, name):
@@ -261,7 +304,7 @@ def _refined(
 
 def drawn_otherwise(distribution: Distribution) -> str | None:
     """Evidence that the tokens were not drawn from the plain distribution, or None."""
-    top = distribution._top(None, 1.0)
+    top = distribution.headmost()
     total = distribution.logits.logsumexp(1)
     chosen = distribution.logits.gather(1, distribution.tokens[:, None])[:, 0]
     count = len(chosen)
