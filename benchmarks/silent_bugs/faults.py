@@ -44,11 +44,11 @@ class Fault:
     report: str = ""
     """Public report; empty: none that is certain."""
     between: Callable[[str], AbstractContextManager[str]] = nullcontext
-    """What stands between the engine and its clients; gets and gives an address."""
+    """Proxy between the engine and its clients; gets and gives an address."""
     settings: Callable[[Path], dict[str, Any]] = lambda root: {}
     """Arguments of the audit that differ from the engine's own folder."""
     before: Callable[[str, Path], None] = lambda url, root: None
-    """What happens to the engine before the audit."""
+    """Change of the engine before the audit."""
 
 
 def llama(root: Path) -> Path:
