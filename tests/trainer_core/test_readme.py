@@ -1,4 +1,4 @@
-"""The example of `trainer_core/README.md` runs unchanged."""
+"""The examples of the trainer as a library run unchanged."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.nursery import TRAINER, forked
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_loss" / "train.py"
 README = Path(__file__).parents[2] / "trainer_core" / "README.md"
 
 
@@ -33,3 +34,16 @@ def test_the_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monk
         "the second minibatch sees what the first has changed"
     )
     assert (tmp_path / "trained_model_checkpoints" / "final_model" / "model.safetensors").is_file()
+
+
+def test_the_example_of_a_custom_loss_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = tmp_path / "said"
+    code = forked(TRAINER, "tests.trainer_core.test_readme:run", [str(EXAMPLE)], said).wait(100)
+    assert code == 0, said.read_text()
+    ratio, shares = said.read_text().splitlines()[-2:]
+    assert float(ratio.split()[-1]) > 1.05
+    before, after = map(float, re.findall(r"\d\.\d+", shares))
+    assert after > before + 0.1, shares
