@@ -201,7 +201,8 @@ def _init(commands) -> None:  # type: ignore[no-untyped-def]
     init.add_argument(
         "--env",
         metavar="ENV",
-        help="gsm8k, arithmetic, math-zero, your own script.py or package.module",
+        help="gsm8k, arithmetic, math-zero, your own script.py or package.module, or an "
+        "environment of verifiers by id or folder",
     )
     modes = "shared_vllm, broadcast, lora_only, lora_restart or none"
     init.add_argument("--mode", metavar="MODE", help=f"how weights reach vLLM: {modes}")

@@ -481,6 +481,7 @@ def class_fields(path: Path, name: str) -> set[str] | None:
 
 
 LIBRARY = b"atroposlib"
+VERIFIERS = b"verifiers.v1"
 MOST_FILES = 50
 """Files followed from one file."""
 
@@ -497,6 +498,12 @@ def is_hostable(file: Path) -> bool:
             return True
         waiting += _imported(source)
     return False
+
+
+def is_verifiers_package(folder: Path) -> bool:
+    """True if a file of `folder`, or of a package in it, uses the package verifiers."""
+    files = [*folder.glob("*.py"), *folder.glob("*/*.py")][:MOST_FILES]
+    return any(VERIFIERS in file.read_bytes() for file in files if file.is_file())
 
 
 def names_in(file: Path, kind: type[ast.ClassDef] | type[ast.FunctionDef]) -> set[str] | None:

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from atropos_tui.profile.load import Origins, shipped_profiles
 from atropos_tui.profile.schema import TITLE
 from atropos_tui.profile.sections import Mode, parse_profile
 from atropos_tui.profile.site import TRAITS
+from atropos_tui.profile.source import is_verifiers_package
 
 SCHEMA_FILE = "profile.schema.json"
 """Named in the profile's first line."""
@@ -58,8 +59,8 @@ class Answers:
 
     name: str
     kind: str
-    script: str
-    module: str
+    program: dict[str, str]
+    """Key and value of `[env]` for an environment that is the user's own."""
     mode: Mode
     model: str
     vllm_gpus: list[int]
@@ -227,22 +228,39 @@ def _answer(question: InitQuestion, text: str, given: Given) -> Given:
 
 def _env(text: str, given: Given) -> Given:
     if text in TEMPLATES and text != SCRIPT:
-        return {"kind": text, "script": "", "module": ""}
+        return {"kind": text, "program": {}}
     file, colon, name = text.partition(":")
     if file.endswith(".py"):
         if not Path(file).is_file():
             raise ValueError(f"no such file: {value_text(file)}")
-        return {"kind": SCRIPT, "script": f"{Path(file).resolve()}{colon}{name}", "module": ""}
+        return _own("script", f"{Path(file).resolve()}{colon}{name}")
+    if Path(text).is_dir():
+        if is_verifiers_package(Path(text)):
+            return _own("verifiers", str(Path(text).resolve()))
+        raise ValueError("this folder has no environment of verifiers; give a script or a module")
     folders = [".", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    if _is_installed_verifiers(text, folders):
+        return _own("verifiers", text)
     if all(part.isidentifier() for part in text.split(".")) and user_module(text, folders):
-        return {"kind": SCRIPT, "script": "", "module": text}
+        return _own("module", text)
     if "." in text and all(part.isidentifier() for part in text.split(".")):
         raise ValueError(f"module {text} is neither installed nor in this folder")
     kinds = [kind for kind in TEMPLATES if kind != SCRIPT]
     raise ValueError(
         f"{did_you_mean(text, kinds)}give {', '.join(kinds)}, a script that ends in .py, or "
-        f"package.module"
+        f"package.module, or an environment of verifiers by its id or folder"
     )
+
+
+def _own(key: str, value: str) -> Given:
+    return {"kind": SCRIPT, "program": {key: value}}
+
+
+def _is_installed_verifiers(text: str, folders: list[str]) -> bool:
+    # Ids of verifiers may have dashes where their packages have underscores.
+    spec = user_module(text.replace("-", "_").lower(), folders) if text.isascii() else None
+    places = (spec.submodule_search_locations or []) if spec else []
+    return any(is_verifiers_package(Path(place)) for place in places)
 
 
 def _mode(text: str, given: Given) -> Mode:
@@ -306,7 +324,8 @@ def _trainer_gpus(given: Given) -> str:
 QUESTIONS = (
     InitQuestion(
         "env",
-        "Environment: gsm8k, arithmetic, math-zero, your script.py or package.module",
+        "Environment: gsm8k, arithmetic, math-zero, your script.py or package.module, or an "
+        "environment of verifiers by id or folder",
         lambda given: "gsm8k" if gpu_count() else "arithmetic",
         _env,
     ),
@@ -322,7 +341,7 @@ QUESTIONS = (
     InitQuestion(
         "name",
         "Name",
-        lambda given: _program_name(given["script"], given["module"]) or given["kind"],
+        lambda given: _program_name(given["program"]) or given["kind"],
         _name,
     ),
     InitQuestion("vllm_gpus", "GPUs of vLLM", _vllm_gpus, _gpus),
@@ -388,10 +407,10 @@ def profile_text(answers: Answers, *, file: str) -> str:
         text = without_table(text, "prepare")  # it creates the template's own model
     env: dict[str, Any] = {}
     if answers.kind == SCRIPT:
-        program = _program_name(answers.script, answers.module)
+        program = _program_name(answers.program)
         name = program if is_safe_name(program) and program not in TAKEN else "env"
         # None removes the template's own key.
-        env = {"name": name, "module": answers.module or None, "script": answers.script or None}
+        env = {"name": name, "module": None} | answers.program
     changes: Changes = {"": top, "api": {"port": answers.api_port}, "env": env} | _placement(
         answers
     )
@@ -406,9 +425,11 @@ def profile_text(answers: Answers, *, file: str) -> str:
     return head + text
 
 
-def _program_name(script: str, module: str) -> str:
-    """Last name of a module or file."""
-    return module.rpartition(".")[2] or Path(script.partition(":")[0]).stem
+def _program_name(program: Mapping[str, str]) -> str:
+    """Last name of a module, file or folder; empty without one."""
+    for key, value in program.items():
+        return value.rpartition(".")[2] if key == "module" else Path(value.partition(":")[0]).stem
+    return ""
 
 
 def _template(name: str) -> str:

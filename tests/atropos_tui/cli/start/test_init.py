@@ -402,3 +402,24 @@ def test_lengths_of_a_template_fit_a_small_model(
 def test_a_module_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["init", "--yes", "--env", "pack.nope"]) == Exit.USAGE
     assert "module pack.nope is neither installed nor in this folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("env", "verifiers"),
+    [("my-sums", "my-sums"), ("my_sums", "{here}/my_sums"), ("project", "{here}/project")],
+)
+def test_an_environment_of_verifiers_is_recognised(
+    env: str, verifiers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the id of its package, or by its folder, with or without a project around it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(init, "gpu_count", lambda: 0)
+    for folder in ("my_sums", "project/project"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "__init__.py").write_text("import verifiers.v1 as vf\n")
+    assert main.run(["init", "p.toml", "--yes", "--env", env, "--model", "owner/name"]) == 0
+    (section,) = written("p.toml").env
+    assert section.verifiers == verifiers.format(here=tmp_path)
+    assert section.module is None and section.name == Path(env).stem
+    (tmp_path / "empty").mkdir()
+    assert main.run(["init", "q.toml", "--yes", "--env", "empty", "--model", "owner/name"]) != 0

@@ -4,6 +4,7 @@ alone."""
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -379,3 +380,48 @@ def test_a_flag_in_two_spellings(lines: str, key: str, capsys: pytest.CaptureFix
     assert main.run(["plan", "p.toml"]) == Exit.USAGE
     said = capsys.readouterr().err
     assert f": {key}: is " in said and "remove one of the two" in said, said
+
+
+def verifiers_site(name: str, **args: Any) -> Any:
+    folder = model(Path("model"), chat_template="x")
+    env = {"name": "e", "verifiers": name, "args": args}
+    data = {"name": "p", "model": str(folder), "env": env, "vllm": {"max_model_len": 512}}
+    return make_site(parse_profile(data, "p.toml"), Path("r"), run_id="r")
+
+
+@pytest.mark.parametrize(
+    ("name", "installed", "reason", "fix"),
+    [
+        ("my-env", False, "the Python package verifiers is not installed", "-m pip install"),
+        ("my-env", True, "no package 'my_env' for the environment 'my-env'", "install it, or"),
+        ("./folder", True, None, ""),
+        ("json", True, None, ""),
+    ],
+)
+def test_an_environment_of_verifiers_is_looked_up(
+    name: str, installed: bool, reason: str | None, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("folder").mkdir()
+    real = programs.find_module
+
+    def find(module: str, folders: list[str]) -> Any:
+        found = object() if installed else None
+        return found if module == "verifiers" else real(module, folders)
+
+    monkeypatch.setattr(programs, "find_module", find)
+    site = verifiers_site(name)
+    problems = list(environment_files(site, site.profile.env[0], "env.0"))
+    assert [each.reason for each in problems] == ([reason] if reason else [])
+    assert all(each.key == "env.0.verifiers" and fix in each.fix for each in problems)
+
+
+def test_settings_of_an_environment_of_verifiers_are_apart_from_flags() -> None:
+    site = verifiers_site("my-env", **{"num_tasks": 3, "env.group_size": 4})
+    command = stack_of(site).components
+    (words,) = [each.command for each in command if each.name == "e"]
+    assert "atropos_envs.verifiers_server" in words
+    flags = dict(pairwise(words))
+    assert flags["--env.verifiers"] == "my-env"
+    assert json.loads(flags["--env.arguments"]) == {"num_tasks": 3}
+    assert (flags["--env.group_size"], flags["--env.max_token_length"]) == ("4", "512")
+    assert "--num_tasks" not in words
