@@ -17,7 +17,7 @@ MODEL_TESTS := tests/benchmarks $(addprefix tests/atropos_common/,broadcast mode
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-gpu cuda-driver test test-waiting test-computing test-all test-cluster cluster-tools check language format requirements dist docs lint-image clean
+.PHONY: help install demo demo-gpu cuda-driver test test-waiting test-computing test-all test-verifiers test-cluster cluster-tools check language format requirements dist docs lint-image clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -64,9 +64,20 @@ test-waiting:
 test-computing:
 	nice -n 5 $(PYTEST) $(MARKS) --numprocesses 2 $(MODEL_TESTS) tests/e2e
 
+# verifiers needs an older openai than the pinned one, so it has an environment of its own in front of .venv.
+$(VENV)-verifiers/.installed: $(STAMP)
+	$(BIN)/python -m venv $(VENV)-verifiers
+	$(BIN)/python -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" \
+	  > "$$($(VENV)-verifiers/bin/python -c 'import site; print(site.getsitepackages()[0])')/venv.pth"
+	$(VENV)-verifiers/bin/python -m pip install --quiet --no-compile "verifiers>=0.4,<0.5"
+	@touch $@
+
+test-verifiers: $(VENV)-verifiers/.installed  ## the tests that need the package verifiers
+	$(VENV)-verifiers/bin/python -m pytest -n0 tests/atropos_envs/test_verifiers.py
+
 test-all: MARKS := -m "not gpu and not cluster"
 test-all: export ATROPOS_TESTS_THOROUGH := 1
-test-all: test docs dist  ## the same with the tests marked slow, the site of the docs, and the packages
+test-all: test test-verifiers docs dist  ## the same with the tests marked slow, the site of the docs, and the packages
 
 test-cluster: install cluster-tools  ## the stack over SLURM, ssh and Ray: three nodes on this host
 	$(PYTEST) -m cluster -n0 tests/cluster
@@ -129,4 +140,4 @@ requirements:  ## resolve requirements/*.in into the pinned *.txt (needs uv)
 	done
 
 clean:  ## remove caches and .venv; runs/ stays
-	rm -rf $(VENV) $(TOOLS) $(VENV)-empty dist build site .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(TOOLS) $(VENV)-empty $(VENV)-verifiers dist build site .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -34,7 +34,7 @@ from benchmarks.support.turns import (
     notes_of,
     run_stack,
 )
-from benchmarks.support.upstream_files import OFFLINE, Candidate, find, flags, screen, why
+from benchmarks.support.upstream_files import OFFLINE, Candidate, find, flags, lacks, screen, why
 
 ADJUSTMENTS = Path(__file__).with_suffix(".toml")
 
@@ -130,7 +130,8 @@ def prepare(each: Candidate, checkout: Path, results: Path, adjustments: dict[st
             args | env,
             mine.get("data", []),
             mine.get("skip", "") if each.trains else "only evaluates: it makes no groups",
-        ),
+        )
+        | {"lacks": lacks(checkout, each.path, mine.get("data", [])) if each.trains else []},
     )
 
 
@@ -146,19 +147,28 @@ def write_data(folder: Path, known: dict[str, Any], wanted: list[str]) -> None:
         rows = [
             _filled(row, number) for number in range(data.get("count", 32)) for row in data["rows"]
         ]
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
         place = folder / data.get("file", f"{name}/README.md")
         place.parent.mkdir(parents=True, exist_ok=True)
         if "file" in data:
-            place.write_text(lines if place.suffix == ".jsonl" else json.dumps(rows))
+            place.write_text(_text(rows, place.suffix))
             continue
         for split in data["splits"]:
-            place.with_name(f"{split}.jsonl").write_text(lines)
+            place.with_name(f"{split}.jsonl").write_text(_text(rows, ".jsonl"))
         listed = "".join(
             f'  - split: {split}\n    path: "{split}.jsonl"\n' for split in data["splits"]
         )
         config = data.get("config", "default")
         place.write_text(f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{listed}---\n")
+
+
+def _text(rows: list[Any], suffix: str) -> str:
+    """Return rows as JSON Lines, CSV, plain lines (no suffix) or JSON."""
+    if suffix == ".jsonl":
+        return "".join(json.dumps(row) + "\n" for row in rows)
+    if suffix == ".csv":
+        lines = [list(rows[0]), *(row.values() for row in rows)]
+        return "".join(",".join(f'"{cell}"' for cell in line) + "\n" for line in lines)
+    return json.dumps(rows) if suffix else "".join(f"{row}\n" for row in rows)
 
 
 def _filled(value: Any, number: int) -> Any:
@@ -185,9 +195,17 @@ def table(rows: list[dict[str, Any]]) -> str:
         started = "yes" if row["outcome"] in ("trained", "started") else "no"
         lines.append(
             f"| `{name}` | {started} | {row['groups']} | {row['steps']} | {notes_of(row)} | "
-            f"{cell(row['reason'])} |"
+            f"{cell(_reason(row))} |"
         )
     return "\n".join(lines)
+
+
+def _reason(row: dict[str, Any]) -> str:
+    """Return why it does not train, with everything that is missing."""
+    if row["outcome"] == "trained":
+        return ""
+    more = [each for each in row.get("lacks", []) if each not in row["reason"]]
+    return "; ".join([row["reason"], *([f"it lacks {', '.join(more)}"] if more else [])])
 
 
 def import_what_all_import() -> None:

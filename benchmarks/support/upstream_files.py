@@ -13,9 +13,12 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from atropos_tui.profile.source import EnvSource
 
 SET_UP = re.compile("waiting for (run-api|the inference server)")
 """The line of an environment whose import and `setup` went well, or whose `setup` asks the
@@ -99,6 +102,26 @@ def find(checkout: Path) -> list[Candidate]:
                 Candidate(name, tuple(n.name for n in leaves), calls, any(map(_makes_groups, mine)))
             )
     return found
+
+
+def lacks(checkout: Path, path: str, stood_in: Sequence[str]) -> list[str]:
+    """Return everything that a file needs and this machine lacks, by reading it: Python packages,
+    data sets of a hub without a stand-in, and keys."""
+    file = checkout / path
+    source = EnvSource(file, [str(checkout), str(file.parent)])
+    found = [f"the Python package {name}" for name in source.missing]
+    for node in ast.walk(ast.parse(file.read_text(errors="replace"))):
+        if not isinstance(node, ast.Call) or not node.args:
+            continue
+        called = getattr(node.func, "id", getattr(node.func, "attr", ""))
+        value = getattr(node.args[0], "value", None)
+        if not isinstance(value, str):
+            continue
+        if called == "load_dataset" and value not in (*stood_in, "json", "csv", "parquet"):
+            found.append(f"the data set {value}")
+        if called in ("getenv", "get") and value.endswith("_API_KEY") and value not in os.environ:
+            found.append(f"the key {value}")
+    return list(dict.fromkeys(found))
 
 
 def _bases(node: ast.ClassDef) -> set[str]:
