@@ -10,7 +10,8 @@ import os
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Items
 from contextlib import AsyncExitStack
 from typing import Any, ClassVar
 
@@ -24,6 +25,8 @@ from atropos_envs import EnvFault
 from atropos_envs.hosting.base import StackEnv, epochs
 from atropos_envs.hosting.engine_client import EngineRefused, EngineUnavailable
 from atropos_envs.hosting.evaluation import Graded
+from atropos_envs.recording.groups import GroupMaker
+from atropos_envs.recording.sequences import Sequence
 from atropos_envs.verifiers.endpoint import Endpoint, Recorded
 from atropos_envs.verifiers.loading import (
     divide,
@@ -36,10 +39,9 @@ from atropos_envs.verifiers.loading import (
 from atropos_envs.verifiers.renderer import HERMES
 from atropos_envs.verifiers.sequences import (
     RolloutFailed,
-    TrainingSequence,
+    branches_of,
     check_trace,
     measured,
-    sequences_of,
 )
 from atropos_envs.verifiers.tool_servers import ForkServer, fork_tool_servers
 
@@ -85,6 +87,7 @@ class VerifiersEnv(StackEnv):
         self._graded: defaultdict[str, list[float]] = defaultdict(list)
         self._held_out: list[Any] = []
         self._tasks: list[Any] = []
+        self._maker = GroupMaker(self.config.group_size)
 
     async def setup(self) -> None:
         """Load the environment and its tasks, and serve what its rollouts need.
@@ -138,28 +141,18 @@ class VerifiersEnv(StackEnv):
 
     async def rollout(self, item: int) -> Any:
         """Play the task `group_size` times; return a group for each role of the environment."""
-        played = await self._play_group(self._tasks[item])
-        by_role: defaultdict[str, list[tuple[TrainingSequence, float, float]]] = defaultdict(list)
-        for episode in played:
-            for role, *made in episode:
-                by_role[role].append((made[0], made[1], made[2]))
+        by_role: defaultdict[str, list[tuple[list[Sequence], float]]] = defaultdict(list)
+        for episode in await self._play_group(self._tasks[item]):
+            for role, sequences, score in episode:
+                by_role[role].append((sequences, score))
         size = self.config.group_size
-        groups = [
-            self._group(rows[start : start + size])
-            for rows in by_role.values()
-            for start in range(0, len(rows), size)
-        ]
+        groups: list[dict[str, Any]] = []
+        for rows in by_role.values():
+            # An environment may let one agent play several times in an episode.
+            for start in range(0, len(rows) - len(rows) % size, size):
+                sequences, scores = zip(*rows[start : start + size], strict=True)
+                groups += self._maker.groups(sequences, scores)
         return groups[0] if len(groups) == 1 else groups or None
-
-    def _group(self, rows: Sequence[tuple[TrainingSequence, float, float]]) -> dict[str, Any]:
-        return {
-            "tokens": [sequence.tokens for sequence, _, _ in rows],
-            "masks": [sequence.masks for sequence, _, _ in rows],
-            "inference_logprobs": [sequence.logprobs for sequence, _, _ in rows],
-            "scores": [score for _, score, _ in rows],
-            "overrides": [{"temperature": temperature} for _, _, temperature in rows],
-            "generation_params": {"env": self.component},
-        }
 
     async def _play_group(self, task: Any) -> list[Any]:
         """Return `group_size` episodes; replace as many failed ones at most.
@@ -191,23 +184,23 @@ class VerifiersEnv(StackEnv):
             await asyncio.gather(*pending, return_exceptions=True)
         return played
 
-    async def _play(self, task: Any) -> list[tuple[str, TrainingSequence, float, float]]:
-        """Return role, sequence, score and temperature of each trainable trace of one episode."""
+    async def _play(self, task: Any) -> list[tuple[str, list[Sequence], float]]:
+        """Return role, sequences and score of each trainable trace of one episode."""
         made = []
         for trace, recorded in await self._episode(self._env, task, training=True):
             for name, value in measured(trace).items():
                 self._numbers[name].append(value)
             if not trace.agent.trainable:
                 continue
-            sequences = sequences_of(trace, recorded.turns)
-            if not sequences:
-                raise RolloutFailed("the model was never asked")
             if len(recorded.temperatures) > 1:
                 raise RolloutFailed("it samples at several temperatures")
+            temperature = next(iter(recorded.temperatures), self.config.temperature)
+            sequences = branches_of(trace, recorded.turns, temperature)
+            if not sequences:
+                raise RolloutFailed("the model was never asked")
             self._numbers["branches"].append(float(len(sequences)))
             self._numbers["failed"].append(0.0)
-            temperature = next(iter(recorded.temperatures))
-            made.append((trace.agent.name, sequences[0], trace.reward, temperature))
+            made.append((trace.agent.name, sequences, trace.reward))
         return made
 
     async def _episode(
@@ -265,7 +258,7 @@ class VerifiersEnv(StackEnv):
 
     # Evaluation
 
-    def eval_questions(self) -> dict[str, Sequence[Any]]:
+    def eval_questions(self) -> dict[str, Items[Any]]:
         return {HELD_OUT: self._held_out}
 
     async def grade(self, question: Any, *, wait: bool) -> Graded:

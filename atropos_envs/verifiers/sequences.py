@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence as Items
 from typing import Any
 
 from atropos_envs.hosting.engine_client import Generation
 from atropos_envs.hosting.rollout import PROMPT
-
-# Placeholder of atroposlib for the logprob of a prompt token.
-NO_LOGPROB = 1.0
+from atropos_envs.recording.sequences import UNSAMPLED, Sequence
 
 
 class RolloutFailed(RuntimeError):
     """A rollout that cannot be trained; the message is the reason by which it is counted."""
 
 
-@dataclass(frozen=True)
-class TrainingSequence:
-    """One path through a conversation, with lists of equal lengths."""
-
-    tokens: list[int]
-    masks: list[int]
-    logprobs: list[float]
-
-    @property
-    def trained(self) -> int:
-        return sum(mask != PROMPT for mask in self.masks)
-
-
-def sequences_of(trace: Any, turns: Sequence[Generation]) -> list[TrainingSequence]:
+def branches_of(trace: Any, turns: Items[Generation], temperature: float) -> list[Sequence]:
     """Return the trace's branches, the one with the most sampled tokens first.
 
     A turn that several branches share trains in the first of them.
@@ -45,23 +29,20 @@ def sequences_of(trace: Any, turns: Sequence[Generation]) -> list[TrainingSequen
     trained: set[int] = set()
     made = []
     for branch in branches:
-        tokens: list[int] = []
-        masks: list[int] = []
-        logprobs: list[float] = []
+        sequence = Sequence(temperature)
         for node in branch.nodes:
             count = sum(node.mask) if node.sampled else 0
             start = len(node.token_ids) - count
             sampled = node.token_ids[start:]
-            prompt = (*tokens, *node.token_ids[:start])
+            prompt = (*sequence.tokens, *node.token_ids[:start])
             if count and known.get((prompt, tuple(sampled))) != list(node.logprobs):
                 raise RolloutFailed("its token ids are not those that the engine sampled")
             fresh = bool(count) and id(node) not in trained
             trained.add(id(node))
-            tokens += node.token_ids
-            masks += [PROMPT] * start + (sampled if fresh else [PROMPT] * count)
-            logprobs += [NO_LOGPROB] * start
-            logprobs += node.logprobs if fresh else [NO_LOGPROB] * count
-        sequence = TrainingSequence(tokens, masks, logprobs)
+            sequence.tokens += node.token_ids
+            sequence.masks += [PROMPT] * start + (sampled if fresh else [PROMPT] * count)
+            sequence.logprobs += [UNSAMPLED] * start
+            sequence.logprobs += node.logprobs if fresh else [UNSAMPLED] * count
         if sequence.trained:
             made.append(sequence)
     return made

@@ -239,12 +239,18 @@ async def test_an_episode_of_many_turns_ends_at_the_longest_sequence(tmp_path: P
 
 
 async def test_a_template_that_hides_the_end_of_an_answer_gives_branches(tmp_path: Path) -> None:
-    """Nothing is encoded twice: one branch trains with the ids as sampled."""
+    """Nothing is encoded twice: each turn trains as sampled, in one of the branches."""
+    scores = count()
     name = str(ENVIRONMENTS / "guess_vf")
     hidden = TEMPLATE.replace("{{ '<eos>' }}", "|")
-    options: dict[str, Any] = {"template": hidden, "group_size": 1}
-    async with playing(tmp_path, name, lambda _: "no", **options) as (env, _):
-        group = await env.rollout(0)
-        assert env._numbers["branches"] == [4.0]
-    [sequence] = [masked(group, 0)]
-    assert sequence == [encode("no")]
+    options: dict[str, Any] = {"template": hidden, "group_size": 2}
+    answer = lambda text: "0" if "Lower" in text and not next(scores) else "no"  # noqa: E731
+    async with playing(tmp_path, name, answer, **options) as (env, _):
+        groups = await env.rollout(0)  # its number is 0
+        turns, branches = env._numbers["turns"], env._numbers["branches"]
+    assert sorted(branches) == sorted(turns) == [2.0, 4.0]
+    first, *others = groups
+    assert sorted(first["scores"]) == [0.0, 1.0]
+    assert [len(masked(first, row)) for row in range(2)] == [1, 1]
+    assert len(others) == 2  # four branches beside those of the first group
+    assert all(len(group["advantages"]) == 2 for group in others)
