@@ -411,7 +411,7 @@ def test_a_module_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_environment_of_verifiers_is_recognised(
     env: str, verifiers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the id of its package, or by its folder, with or without a project around it."""
+    """The id of its package is enough, or its folder, with or without a project around it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(init, "gpu_count", lambda: 0)
     for folder in ("my_sums", "project/project"):
