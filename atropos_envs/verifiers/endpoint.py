@@ -56,12 +56,13 @@ class Endpoint:
 
     Args:
         client: of the environment's engines.
-        limit: tokens of a sequence, prompt included.
+        limit: see the attribute.
     """
 
     def __init__(self, client: EngineClient, limit: int) -> None:
         self._client = client
-        self._limit = limit
+        self.limit = limit
+        """Tokens of a sequence, prompt included."""
         self._recorded: dict[str, Recorded] = {}
         self.key = secrets.token_urlsafe(24)
         """Bearer token of the clients."""
@@ -99,7 +100,7 @@ class Endpoint:
         self._check(request)
         model = {"id": self._client.config.model_name, "object": "model"}
         # A prompt needs place for one new token.
-        models = [model | {"max_model_len": self._limit - 1}]
+        models = [model | {"max_model_len": self.limit - 1}]
         return web.json_response({"object": "list", "data": models})
 
     async def _generate(self, request: web.Request) -> web.Response:
@@ -111,9 +112,9 @@ class Endpoint:
         if body.get("features") or body.get("content_parts"):
             return _refusal("this trainer reads text: images and audio cannot train")
         prompt, sampling = list(body["token_ids"]), dict(body.get("sampling_params") or {})
-        left = self._limit - len(prompt)
+        left = self.limit - len(prompt)
         if left < 1:
-            return _refusal(TOO_LONG.format(limit=self._limit, prompt=len(prompt)))
+            return _refusal(TOO_LONG.format(limit=self.limit, prompt=len(prompt)))
         sampling["max_tokens"] = min(int(sampling.get("max_tokens") or left), left)
         training = request.match_info["split"] == "train"
         asked = {name: value for name, value in sampling.items() if name not in NOT_SENT}

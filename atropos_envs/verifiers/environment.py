@@ -137,6 +137,12 @@ class VerifiersEnv(StackEnv):
             self._tasks.extend(take(stream, 1))
             yield number
 
+    async def get_server_info(self) -> None:
+        await super().get_server_info()
+        # The trainer's own limit (`trainer.seq_len`), which the registration tells.
+        if self.max_token_len > 0:
+            self._endpoint.limit = min(self._endpoint.limit, self.max_token_len - 1)
+
     # Rollouts
 
     async def rollout(self, item: int) -> Any:
