@@ -114,6 +114,8 @@ RUNNER = "atropos_envs.hosting.runner"
 """Program that runs environments of other packages."""
 VERIFIERS_SERVER = "atropos_envs.verifiers_server"
 """Program that runs environments of the package verifiers."""
+OPENENV_SERVER, PROGRAM_SERVER = "atropos_envs.openenv_server", "atropos_envs.program_server"
+"""Programs that run OpenEnv environments, and `agent`."""
 FLAG_PARTS = ("env.", "openai.")
 """Beginnings of the flags of `serve`; other keys are settings of an environment of verifiers."""
 WORKER_FLAGS = {"env.max_num_workers", "env.max_num_workers_per_node"}
@@ -199,6 +201,7 @@ def stack_of(site: Site) -> StackSpec:
             for each in placed
             for part in _engine(site, *each, after, settings)
         ),
+        *(_openenv(site, *server, after) for server in profile.openenv_servers),
         *(_environment(site, section, after, settings) for section in profile.env),
         *(_extra(site, name, section) for name, section in profile.component.items()),
         *_trainer(site, settings, after),
@@ -517,10 +520,12 @@ def _environment(
     # Only our own environments have the flag `env.seed`.
     if (
         section.verifiers
+        or section.openenv
+        or section.agent
         or ((section.module or "").startswith("atropos_envs.") and section.module != RUNNER)
     ) and not section.config:
         flags["env.seed"] = site.profile.seed
-    flags |= _verifiers_flags(site, section, engines[0]) if section.verifiers else section.args
+    flags |= _kind_flags(site, section, engines[0])
     if section.command:
         command = _program(site.texts(section.command))
     else:
@@ -542,7 +547,9 @@ def _environment(
         | ({} if section.refill else {ENV_REFILL: "0"})
         | ({} if section.curriculum == "none" else {ENV_CURRICULUM: section.curriculum})
         | steered,
-        depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
+        depends_on={"api": "healthy"}
+        | dict.fromkeys(after, "completed")
+        | ({section.openenv_name: "healthy"} if section.starts_openenv else {}),
         stages=[HOSTED_STAGE, *ENV_STAGES] if is_hosted(command) else ENV_STAGES,
         place=site.place(env_node(site.profile, section)),
         scratch=True,  # atroposlib imports wandb, which leaves two folders there
@@ -622,6 +629,56 @@ def read_yaml(path: Path) -> Any:
         raise ValueError(str(error)) from error
 
 
+def _kind_flags(site: Site, section: EnvSection, engine: EngineSection) -> dict[str, Any]:
+    """Flags of the environment's own program, and the user's."""
+    if section.verifiers:
+        return _verifiers_flags(site, section, engine)
+    if section.openenv:
+        ports = [port for each, port in site.profile.openenv_servers if each is section]
+        url = f"http://127.0.0.1:{ports[0]}" if ports else site.text(section.openenv)
+        own: dict[str, Any] = {"env.openenv": url}
+    elif section.agent:
+        scorer = section.scorer
+        if isinstance(scorer, list | tuple):
+            scorer = json.dumps(_program(site.texts(list(scorer))))
+        own = {
+            "env.agent": json.dumps(_program(site.texts(list(section.agent)))),
+            "env.tasks": site.path(section.tasks or ""),
+            "env.scorer": site.text(scorer or ""),
+        }
+    else:
+        return section.args
+    # Episodes may fill the engine's context.
+    return own | {"env.max_token_length": engine.max_model_len} | section.args
+
+
+def _openenv(site: Site, section: EnvSection, port: int, after: list[str]) -> ComponentSpec:
+    target = site.path(section.openenv or "")
+    folder = resolve_path(target)
+    if folder.is_dir():
+        place = ["server.app:app", "--app-dir", str(folder)]
+    else:
+        place = [target if ":" in target else f"{target}.server.app:app"]
+    options = ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
+    answers = [HttpCheck(url=f"http://127.0.0.1:{port}/health")]
+    return _spec(
+        site,
+        ComponentOptions(),
+        name=section.openenv_name,
+        role=Role.OTHER,
+        command=[*_module("uvicorn"), *place, *options],
+        env={key: site.text(value) for key, value in section.env.items()},
+        port=port,
+        probes=Probes(
+            readiness=Probe(checks=answers, interval_s=0.25),
+            liveness=Probe(checks=answers, interval_s=5, timeout_s=10),
+        ),
+        restart=SERVES_TILL_STOPPED,
+        depends_on=dict.fromkeys(after, "completed"),
+        place=site.place(env_node(site.profile, section)),
+    )
+
+
 def _verifiers_flags(site: Site, section: EnvSection, engine: EngineSection) -> dict[str, Any]:
     own = {key: value for key, value in section.args.items() if not key.startswith(FLAG_PARTS)}
     flags = {
@@ -636,6 +693,8 @@ def _verifiers_flags(site: Site, section: EnvSection, engine: EngineSection) -> 
 def _environment_program(section: EnvSection, site: Site) -> list[str]:
     if section.verifiers:
         return _module(VERIFIERS_SERVER)
+    if section.openenv or section.agent:
+        return _module(OPENENV_SERVER if section.openenv else PROGRAM_SERVER)
     # Our own environments run directly; the runner hosts any other that uses atroposlib.
     target = site.text(section.module) if section.module else site.path(section.script or "")
     path = target.partition(":")[0]  # FILE.py:ClassName

@@ -16,7 +16,7 @@ KeyPath = tuple[str | int, ...]
 Schema = dict[str, Any]
 SECTION_LISTS = ("env", "vllm", "prepare", "node")
 """Sections written once as `[env]` or several times as `[[env]]`."""
-PROGRAM_KEYS = ("module", "script", "verifiers", "command")
+PROGRAM_KEYS = ("module", "script", "verifiers", "openenv", "agent", "command")
 """Keys that name an environment's program."""
 
 DIALECT = "http://json-schema.org/draft-07/schema#"

@@ -342,8 +342,13 @@ class ApiSection(ComponentOptions):
     """Whole command line instead of the derived one."""
 
 
+OPENENV_PORT = 8100
+"""Port of the first OpenEnv server that the stack starts."""
+
+
 class EnvSection(ComponentOptions):
-    """An environment: set exactly one of `module`, `script`, `verifiers` and `command`."""
+    """An environment: set exactly one of `module`, `script`, `verifiers`, `openenv`, `agent` and
+    `command`."""
 
     name: Name = "env"
     """Name in logs, commands and `depends_on`."""
@@ -353,6 +358,20 @@ class EnvSection(ComponentOptions):
     """Python file with the `serve` command of atroposlib's environments."""
     verifiers: str | None = Field(None, min_length=1)
     """Environment of the package verifiers: the id of an installed one, or a folder."""
+    openenv: str | None = Field(None, min_length=1)
+    """OpenEnv server: its address (http://HOST:PORT). Or its Python package, folder, or module:app:
+    then the stack starts the server as the component NAME-openenv."""
+    openenv_port: Port | None = None
+    """Port of a server that the stack starts; default: 8100 for the first, then 8101 and so on."""
+    agent: Argv | None = None
+    """Program that plays an episode with the model at OPENAI_BASE_URL. The task is JSON on its
+    standard input."""
+    tasks: str | None = Field(None, min_length=1)
+    """Tasks of `agent`: a file of JSON lines, a folder with train.jsonl and perhaps test.jsonl
+    (held out), or module:function."""
+    scorer: str | Argv | None = None
+    """Reward of an episode of `agent`: module:function, or a command that gets the episode as JSON
+    and prints the score. Default: the last line that the program prints."""
     command: Argv | None = None
     """Whole command line of any other program; the plan adds nothing."""
     args: dict[str, Scalar | list[Scalar]] = Field(default_factory=dict)
@@ -407,7 +426,22 @@ class EnvSection(ComponentOptions):
                 "names more than one program to run" if count else "names no program to run",
                 f"set exactly one of {', '.join(others)} and {last}",
             )
+        if self.agent and not self.tasks:
+            raise mistake("has no tasks for its agent", "give a file, folder or function", "tasks")
+        for key in ("tasks", "scorer"):
+            if getattr(self, key) and not self.agent:
+                raise mistake("belongs to `agent`", "remove it, or set agent", key)
         return self
+
+    @property
+    def starts_openenv(self) -> bool:
+        """True if the stack starts the OpenEnv server."""
+        return bool(self.openenv and not self.openenv.startswith(("http://", "https://")))
+
+    @property
+    def openenv_name(self) -> str:
+        """Name of that server's component."""
+        return f"{self.name}-openenv"
 
 
 class EngineSection(ComponentOptions):
@@ -758,6 +792,13 @@ class Profile(Section):
             "trainer": self.trainer,
         }
 
+    @property
+    def openenv_servers(self) -> list[tuple[EnvSection, int]]:
+        """OpenEnv servers that the stack starts, with their ports."""
+        started = [section for section in self.env if section.starts_openenv]
+        first = OPENENV_PORT
+        return [(each, each.openenv_port or first + at) for at, each in enumerate(started)]
+
     def used_ports(self) -> list[tuple[str, int]]:
         return [
             ("api.port", self.api.port),
@@ -774,6 +815,10 @@ class Profile(Section):
                 (f"component.{name}.port", part.port)
                 for name, part in self.component.items()
                 if part.port
+            ),
+            *(
+                (f"env.{self.env.index(section)}.openenv_port", port)
+                for section, port in self.openenv_servers
             ),
             *([("metrics.port", self.metrics.port)] if self.metrics.port else []),
         ]
@@ -793,7 +838,7 @@ class Profile(Section):
                 return f"vllm.{index}"
         for key in ("env", "prepare"):
             for index, part in enumerate(getattr(self, key)):
-                if component == part.name:
+                if component in (part.name, getattr(part, "openenv_name", part.name)):
                     return f"{key}.{index}"
         if component in self.component:
             return f"component.{component}"

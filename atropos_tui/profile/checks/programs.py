@@ -121,7 +121,7 @@ def environment_faults(site: Site, env: EnvSection, key: str) -> Iterator[Proble
 def environment_source(site: Site, env: EnvSection) -> EnvSource | None:
     # Files on another machine cannot be read here.
     place = site.place(env_node(site.profile, env))
-    if env.command or env.verifiers or (place and place.prefix):
+    if env.command or env.verifiers or env.openenv or env.agent or (place and place.prefix):
         return None
     if env.module:
         spec = user_module(site.text(env.module), _folders(site, env))
