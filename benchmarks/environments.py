@@ -69,10 +69,7 @@ def _record(results: Path, each: dict[str, Any]) -> Path:
 
 
 def _turn(each: dict[str, Any]) -> Turn:
-    keys = {
-        key: str(ROOT / value) if str(value).startswith("examples/") else value
-        for key, value in each["keys"].items()
-    }
+    keys = {key: _placed(value) for key, value in each["keys"].items()}
     missing = [package for package in each.get("packages", []) if not _installed(package)]
     reason = f"{NOT_INSTALLED}: {', '.join(missing)}" if missing else ""
     args = each.get("args", {})
@@ -85,6 +82,13 @@ def _turn(each: dict[str, Any]) -> Turn:
         "env.max_batches_offpolicy": 1,
     }
     return Turn(_slug(each["name"]), keys, common | args, {}, row, patience_s=PATIENCE_S)
+
+
+def _placed(value: Any) -> Any:
+    """Return a value of the list with this checkout's files by their whole paths."""
+    if isinstance(value, list):
+        return [_placed(part) for part in value]
+    return str(ROOT / value) if str(value).startswith("examples/") else value
 
 
 def _installed(package: str) -> bool:
