@@ -16,6 +16,8 @@ from atropos_common.system.run_dir import ENV_RUN_KEY, ENV_TOKEN
 MOST_OUTPUT = 1 << 20
 # Seconds between SIGTERM and SIGKILL.
 GRACE_S = 2.0
+# Seconds between two looks for a program's end, and for the rest of its output after that.
+POLL_S, LAST_OUTPUT_S = 0.02, 1.0
 # Addresses that a proxy of this machine's settings must not take.
 NO_PROXY = "127.0.0.1,localhost"
 
@@ -62,34 +64,47 @@ async def run_program(
         start_new_session=True,
     )
     assert process.stdin and process.stdout and process.stderr
-    kept = [asyncio.ensure_future(_end_of(each)) for each in (process.stdout, process.stderr)]
+    parts = (bytearray(), bytearray())
+    streams = zip((process.stdout, process.stderr), parts, strict=True)
+    kept = [asyncio.ensure_future(_keep_end(*each)) for each in streams]
     feeding = asyncio.ensure_future(_feed(process.stdin, given))
-    status = None
     try:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                status = await process.wait()
+                await _exited(process)
+        status = process.returncode
     finally:
         # Also after a normal end: its own children may go on, and hold its output open.
         feeding.cancel()
-        await _end(process, asks=status is None)
-    output, errors = await asyncio.gather(*kept)
+        await _end(process)
+    # A child that left the group may still hold the output open: its end is not worth a wait.
+    await asyncio.wait(kept, timeout=LAST_OUTPUT_S)
+    for each in kept:
+        each.cancel()
+    process._transport.close()  # type: ignore[attr-defined]
+    output, errors = (bytes(part).decode(errors="replace") for part in parts)
     return Ended(status, output, errors)
 
 
 _NO_PROXY = ("NO_PROXY", "no_proxy")
 
 
-async def _end(process: asyncio.subprocess.Process, *, asks: bool) -> None:
+async def _exited(process: asyncio.subprocess.Process) -> None:
+    # `process.wait` also waits until nobody holds the program's output open.
+    while process.returncode is None:
+        await asyncio.sleep(POLL_S)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
     try:
-        if asks:
+        if process.returncode is None:
             _signal(process.pid, signal.SIGTERM)
             with suppress(TimeoutError):
                 async with asyncio.timeout(GRACE_S):
-                    await process.wait()
+                    await _exited(process)
     finally:
         _signal(process.pid, signal.SIGKILL)
-    await process.wait()
+    await _exited(process)
 
 
 def _signal(group: int, number: signal.Signals) -> None:
@@ -105,9 +120,7 @@ async def _feed(writer: asyncio.StreamWriter, given: bytes) -> None:
     writer.close()
 
 
-async def _end_of(reader: asyncio.StreamReader) -> str:
-    kept = bytearray()
+async def _keep_end(reader: asyncio.StreamReader, kept: bytearray) -> None:
     while part := await reader.read(1 << 16):
         kept += part
         del kept[:-MOST_OUTPUT]
-    return kept.decode(errors="replace")

@@ -24,6 +24,8 @@ from atropos_envs.hosting.engine_client import EngineClient, Server, join_group,
 HOST = "127.0.0.1"
 # Open connections of one rollout; more are closed at once.
 MOST_CONNECTIONS = 64
+# Seconds that open connections get at the rollout's end.
+CLOSE_S = 0.05
 # Bytes of a request body, as the engine has it.
 MAX_BODY = 32 * 1024 * 1024
 # vLLM's routes that generate, and sample as the request asks.
@@ -112,7 +114,8 @@ class RolloutProxy:
         if self._listener is not None:
             self._listener.close()
         if self._server is not None:
-            await self._server.shutdown(timeout=0)
+            # aiohttp takes 0 for no limit.
+            await self._server.shutdown(timeout=CLOSE_S)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         prefix = f"/rollout/{self.name}/v1/"

@@ -1,35 +1,53 @@
-"""Does what its task names, and else behaves."""
+"""Does what its task names, and else behaves. Standard library alone."""
 
 import json
 import os
 import socket
 import sys
 import time
+import urllib.request
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-import openai
 
-task = json.load(sys.stdin)
-does = task.get("does", "")
-if does == "never asks":
-    sys.exit(0)
-if does == "holds connections":
+def ask(model, question):
+    body = {"model": model, "messages": [{"role": "user", "content": question}], "max_tokens": 32}
+    request = urllib.request.Request(
+        f"{os.environ['OPENAI_BASE_URL']}/chat/completions",
+        json.dumps(body).encode(),
+        {
+            "Content-Type": "application/json",
+            "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
+        },
+    )
+    for _ in range(20):
+        with suppress(OSError), urllib.request.urlopen(request) as answer:
+            return json.load(answer)["choices"][0]["message"]["content"]
+        time.sleep(0.25)
+    raise ConnectionError("no connection in five seconds")
+
+
+def hold_connections():
     place = urlsplit(os.environ["OPENAI_BASE_URL"])
     held = []
     for _ in range(500):
         with suppress(OSError):
             held.append(socket.create_connection((place.hostname, place.port)))
-    # The first ones are idle too: give them back, so that the client below gets in.
+    # The first ones got in: give some back for its own requests.
     for each in held[:16]:
         each.close()
-client = openai.OpenAI(max_retries=5)
+    return held
+
+
+task = json.load(sys.stdin)
+does = task.get("does", "")
+if does == "never asks":
+    sys.exit(0)
+held = hold_connections() if does == "holds connections" else []
 model = "some-other-model" if does == "asks for another model" else os.environ["OPENAI_MODEL"]
-answer = client.chat.completions.create(
-    model=model, messages=[{"role": "user", "content": task["question"]}], max_tokens=32
-)
+text = ask(model, task["question"])
 if does == "crashes midway":
     raise RuntimeError("the agent's own mistake")
 if does == "runs out of time":
     time.sleep(3600)
-print(answer.choices[0].message.content)
+print(text)
