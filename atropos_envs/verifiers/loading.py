@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 import sys
 import typing
 from collections.abc import Iterator
@@ -25,6 +26,10 @@ EVALUATION = "eval"
 SPLITS = ("eval", "validation", "valid", "dev", "test")
 # Share of the tasks that are held out where the environment has no split of its own.
 HELD_OUT_SHARE = 0.1
+
+# Errors of environments for releases before 0.4, which had another API.
+OLDER = re.compile(r"module 'verifiers' has no attribute|exports no Taskset|defines no `__all__`")
+OLDER_FIX = "If it was made for verifiers before 0.4, it needs its newer release"
 
 Tree = dict[str, Any]
 
@@ -59,7 +64,10 @@ def load(name: str, arguments: Tree) -> vf.Env:
     except EnvFault:
         raise
     except Exception as error:
-        raise EnvFault(f"{name} cannot be loaded: {reason_of(error)}", exit_code=2) from error
+        reason = reason_of(error)
+        older = isinstance(error, AttributeError | TypeError) and OLDER.search(reason)
+        fix = f". {OLDER_FIX}" if older else ""
+        raise EnvFault(f"{name} cannot be loaded: {reason}{fix}", exit_code=2) from error
 
 
 def tasks_of(taskset: vf.Taskset) -> Iterator[Any]:

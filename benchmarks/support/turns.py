@@ -43,7 +43,7 @@ A_STACK = 12
 SILENT = "no group came in time"
 FEWEST_GROUPS = STEPS * BATCH // GROUP
 """Groups of three steps: with fewer, some would be another environment's."""
-READY_S, EACH_S = 300.0, 60.0
+READY_S, EACH_S = 300.0, 120.0
 """Patience for the engine and the trainer, and for three steps of one environment that runs."""
 PROFILE = """
 name = "upstream"

@@ -227,6 +227,15 @@ async def test_a_wrong_name_or_setting_is_said_in_one_line(
     assert fault.value.exit_code == 2
 
 
+async def test_an_environment_for_an_older_release_is_named(tmp_path: Path) -> None:
+    (tmp_path / "older_env").mkdir()
+    code = "import verifiers as vf\n\nclass Older(vf.MultiTurnEnv):\n    pass\n"
+    (tmp_path / "older_env" / "__init__.py").write_text(code)
+    with pytest.raises(EnvFault, match="'MultiTurnEnv'.* If it was made for verifiers"):
+        async with playing(tmp_path, str(tmp_path / "older_env"), lambda _: "x"):
+            pass
+
+
 async def test_an_episode_of_many_turns_ends_at_the_longest_sequence(tmp_path: Path) -> None:
     """200 turns do not fit; what was played until then trains."""
     name = str(ENVIRONMENTS / "guess_vf")
