@@ -231,7 +231,7 @@ async def test_an_environment_for_an_older_release_is_named(tmp_path: Path) -> N
     (tmp_path / "older_env").mkdir()
     code = "import verifiers as vf\n\nclass Older(vf.MultiTurnEnv):\n    pass\n"
     (tmp_path / "older_env" / "__init__.py").write_text(code)
-    with pytest.raises(EnvFault, match="'MultiTurnEnv'.* If it was made for verifiers"):
+    with pytest.raises(EnvFault, match=r"'MultiTurnEnv'.* If it was made for verifiers"):
         async with playing(tmp_path, str(tmp_path / "older_env"), lambda _: "x"):
             pass
 
