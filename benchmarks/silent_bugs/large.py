@@ -25,7 +25,7 @@ def audit_on_gpu(model: Path, work: Path) -> int:
     right = models.write_adapter(model, work / "adapter", spread=0.02)
     other = models.write_adapter(model, work / "other", seed=8, spread=0.02)
     twice = models.write_adapter(model, work / "twice", alpha=32.0, spread=0.02)
-    older = _moved(model, work / "older")
+    newer = _moved(model, work / "newer")
     rope = models.copied(model, work / "rope", rope_theta=10_000.0, rope_parameters=None)
     flags = [*FLAGS, "--enable-lora", "--lora-modules"]
     flags += [f"right={right}", f"other={other}", f"twice={twice}", f"void={_void(right, work)}"]
@@ -35,7 +35,7 @@ def audit_on_gpu(model: Path, work: Path) -> int:
         ("adapter scaled twice", "adapter", Settings(model, adapter=right, model="twice")),
         ("adapter missing", "adapter", Settings(model, adapter=right, model="void")),
         ("another adapter", "", Settings(model, adapter=right, model="other")),
-        ("old weights", "stale weights", Settings(older, older=model)),
+        ("old weights", "stale weights", Settings(newer, older=model)),
         ("rotary base", "rotary base", Settings(rope)),
     ]
     wrong = 0

@@ -91,7 +91,10 @@ class Diagnosis:
         self, reference: Reference, observed: Sequence[Observed], *, until: float = math.inf
     ) -> None:
         self.reference, self.until = reference, until
-        self.observed = [one for one in observed if one.span.count == len(one.logprobs)]
+        whole = [one for one in observed if one.span.count == len(one.logprobs)]
+        # Tokens that the folder has no row for end what can be compared.
+        self.outside = max((t for one in whole for t in one.span.tokens), default=0)
+        self.observed = [one for o in whole if (one := _within(o, reference.vocabulary))]
         self.ours = self.expected()
         self.noise = self._noise(reference.half)
 
@@ -109,6 +112,8 @@ class Diagnosis:
         if half is None:
             return 0.0
         some = self._sequences()[:NOISE_SEQUENCES]
+        if not some:
+            return 0.0
         rounded = self.reference.in_half([one.span for one in some], half)
         exact = self.reference.logprobs([one.span for one in some])
         gaps = (torch.cat(rounded) - torch.cat(exact)).abs()
@@ -145,9 +150,22 @@ class Diagnosis:
             finding.unsure = f"only {counted} tokens have a logprob"
         elif bad:
             self._explain(finding, bad)
-        elif told := self._drawn("sampled"):
+        if self.outside >= self.reference.vocabulary:
+            self._beyond(finding)
+        elif not bad and not finding.unsure and (told := self._drawn("sampled")):
             finding.cause = SAMPLING, f"the engine draws otherwise than requested: {told}"
         return finding
+
+    def _beyond(self, finding: Finding) -> None:
+        """Name an engine that draws tokens beyond the folder's vocabulary."""
+        told = (
+            f"the engine drew token {self.outside}; the folder's head has "
+            f"{self.reference.vocabulary} rows"
+        )
+        if finding.cause is None:
+            finding.cause, finding.unsure = (PADDING, told), ""
+        else:
+            finding.cause = finding.cause[0], f"{finding.cause[1]}; {told}"
 
     def _groups(self) -> list[AuditGroup]:
         found = []
@@ -358,6 +376,16 @@ class Diagnosis:
                     f"the folder says float32"
                 )
         return None
+
+
+def _within(one: Observed, vocabulary: int) -> Observed | None:
+    """Return the part before the first token beyond the vocabulary; None if nothing is left."""
+    tokens = one.span.tokens
+    end = next((i for i, token in enumerate(tokens) if token >= vocabulary), len(tokens))
+    if end <= one.span.start:
+        return None
+    span = replace(one.span, tokens=tokens[:end])
+    return replace(one, span=span, logprobs=one.logprobs[: span.count])
 
 
 @dataclass(frozen=True)

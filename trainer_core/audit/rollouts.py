@@ -181,7 +181,17 @@ def _recorded(
 
 
 def audit_rollouts(path: Path, rollouts: Sequence[Recorded], reference: Reference) -> RolloutsAudit:
-    """Compare recorded logprobs with the reference, and look for what explains a difference."""
+    """Compare recorded logprobs with the reference, and look for what explains a difference.
+
+    Raises:
+        UsageError: the rollouts are of another vocabulary.
+    """
+    largest = max(token for one in rollouts for token in [*one.prompt, *one.completion])
+    if largest >= reference.vocabulary:
+        raise UsageError(
+            f"--rollouts {path}: token {largest} is beyond the {reference.vocabulary} of the "
+            f"weights; fix: give the folder of the model that made them"
+        )
     chosen: list[tuple[str, Observed]] = []
     total = 0
     for one in rollouts:

@@ -15,7 +15,7 @@ from atropos_common.protocol import audit as causes
 from atropos_common.protocol import trainer_records as records
 from atropos_common.protocol.audit import Audit
 from benchmarks.silent_bugs import models
-from tests.trainer_core.audit.torch_engine import TorchEngine, served
+from tests.trainer_core.audit.torch_engine import SGLangLike, TorchEngine, served
 from trainer_core.audit import questions
 from trainer_core.audit.__main__ import main
 from trainer_core.audit.program import Settings, audit
@@ -51,7 +51,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def asked(engine: TorchEngine, folder: Path, reference: Any = None, **settings: Any) -> Audit:
+def asked(
+    engine: TorchEngine | SGLangLike, folder: Path, reference: Any = None, **settings: Any
+) -> Audit:
     with served(engine) as url:
         chosen = Settings(weights=folder, engine=url, device="cpu", seed=3)
         return audit(replace(chosen, **settings), reference)
@@ -73,6 +75,11 @@ def test_a_server_that_knows_few_parameters(folder: Path, reference: Reference) 
     result = asked(engine, folder, reference, prompt_logprobs=True)
     assert result.verdict == "serves" and result.logprobs == "raw"
     assert any("prompt logprobs" in note for note in result.notes)
+
+
+def test_a_server_that_speaks_as_sglang(folder: Path, reference: Reference) -> None:
+    result = asked(SGLangLike(TorchEngine(models.build("llama"))), folder, reference)
+    assert result.verdict == "serves" and result.engine.startswith("SGLang"), result
 
 
 def test_without_token_ids_nothing_can_be_told(folder: Path, reference: Reference) -> None:
@@ -212,6 +219,16 @@ def test_other_weights_are_named(
 def test_weights_that_nobody_knows_are_other_weights(folder: Path, reference: Reference) -> None:
     result = asked(TorchEngine(models.build("llama", seed=4)), folder, reference)
     assert result.cause == records.OTHER_WEIGHTS and result.tried
+
+
+def test_tokens_beyond_the_vocabulary_are_padding(folder: Path, reference: Reference) -> None:
+    model = models.build("llama")
+    for module in (model.model.embed_tokens, model.lm_head):
+        rows = torch.zeros(models.VOCABULARY + 64, module.weight.shape[1])
+        rows[: models.VOCABULARY] = module.weight.detach()
+        module.weight = torch.nn.Parameter(rows)
+    result = asked(TorchEngine(model), folder, reference)
+    assert result.cause == causes.PADDING and "rows" in result.evidence, result
 
 
 def test_an_adapter_that_never_arrives(folder: Path, tmp_path: Path) -> None:

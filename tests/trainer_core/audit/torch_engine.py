@@ -17,6 +17,37 @@ Row = tuple[list[int], list[int], list[float]]
 """Prompt, drawn tokens, their logprobs."""
 
 
+class SGLangLike:
+    """The same answers in the words of SGLang's `/generate`."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self.engine = engine
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path == "/get_model_info":
+            return 200, {"model_path": "tiny"}
+        if path != "/generate":
+            return self.engine.answer(path, body)
+        settings = body["sampling_params"]
+        done = self.engine.complete(
+            {**settings, "prompt": body["input_ids"], "max_tokens": settings["max_new_tokens"]}
+        )
+        return 200, [
+            {
+                "meta_info": {
+                    "output_token_logprobs": [
+                        [value, token, None]
+                        for value, token in zip(
+                            choice["logprobs"]["token_logprobs"], choice["token_ids"], strict=True
+                        )
+                    ],
+                    "cached_tokens": 0,
+                }
+            }
+            for choice in done["choices"]
+        ]
+
+
 class TorchEngine:
     """Answers requests as vLLM does; a test replaces what it wants to break."""
 
@@ -111,7 +142,7 @@ class TorchEngine:
 
 
 @contextmanager
-def served(engine: TorchEngine) -> Iterator[str]:
+def served(engine: TorchEngine | SGLangLike) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
