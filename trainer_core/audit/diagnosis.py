@@ -186,6 +186,10 @@ class Diagnosis:
 
     def _explain(self, finding: Finding, bad: set[str]) -> None:
         present = {group.name for group in finding.groups}
+        every = self._some(*present, tokens=4 * SAMPLER_TOKENS)
+        if told := router_ties(self.reference, every.spans, every.theirs, self.bound):
+            finding.cause = ROUTING, told
+            return
         if bad == {"cached"}:
             finding.cause = STALE_PREFIX, _means(finding, "only answers on a cached prefix differ")
             return
@@ -282,9 +286,6 @@ class Diagnosis:
         longest = sorted(full.observed, key=lambda one: -one.span.count)
         few = self._panel(longest[: 2 if len(longest) > 2 else len(longest)])
         before = gap(torch.cat(self.reference.logprobs(full.spans)), full.theirs)
-        if told := router_ties(self.reference, full.spans, full.theirs, self.bound):
-            finding.cause = ROUTING, told
-            return
         if (simple := self.in_sampling("prompt" if "prompt" in groups else "long")) or (
             simple := self.in_sampling("sampled")
         ):

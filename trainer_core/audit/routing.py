@@ -14,6 +14,8 @@ from trainer_core.audit.reference import Reference, Span
 # Share of the tokens that must be far from a tie for a comparison.
 APART = 0.2
 FEWEST = 16
+APART_FACTOR = 3.0
+"""Least ratio of the differences near a tie and far from one."""
 
 
 def router_ties(
@@ -29,7 +31,7 @@ def router_ties(
     if 2 * count > len(order):
         return None
     far, near = gaps[order[:count]], gaps[order[-count:]]
-    if float(far.mean()) > bound or float(near.mean()) < 3 * float(far.mean()) + bound:
+    if float(far.mean()) > bound or float(near.mean()) < APART_FACTOR * float(far.mean()):
         return None
     return (
         f"tokens near a tie of the router differ by {float(near.mean()):.2g} nats, tokens far from "
