@@ -20,11 +20,8 @@ def ask(model, question):
             "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
         },
     )
-    for _ in range(20):
-        with suppress(OSError), urllib.request.urlopen(request) as answer:
-            return json.load(answer)["choices"][0]["message"]["content"]
-        time.sleep(0.25)
-    raise ConnectionError("no connection in five seconds")
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
 
 
 def hold_connections():
@@ -33,19 +30,17 @@ def hold_connections():
     for _ in range(500):
         with suppress(OSError):
             held.append(socket.create_connection((place.hostname, place.port)))
-    # The first ones got in: give some back for its own requests.
-    for each in held[:16]:
-        each.close()
-    return held
+    time.sleep(1)
 
 
 task = json.load(sys.stdin)
 does = task.get("does", "")
 if does == "never asks":
     sys.exit(0)
-held = hold_connections() if does == "holds connections" else []
 model = "some-other-model" if does == "asks for another model" else os.environ["OPENAI_MODEL"]
 text = ask(model, task["question"])
+if does == "holds connections":
+    hold_connections()
 if does == "crashes midway":
     raise RuntimeError("the agent's own mistake")
 if does == "runs out of time":
