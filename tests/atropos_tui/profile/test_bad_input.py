@@ -155,11 +155,11 @@ def loop(data: dict[str, Any]) -> None:
         (lambda data: data["prepare"].append(data["prepare"][0]), "is used 2 times"),
         (
             lambda data: data["env"][0].update(script="x.py"),
-            "set exactly one of module, script, verifiers and command",
+            "set exactly one of module, script, verifiers, openenv, agent and command",
         ),
         (
             lambda data: data["env"][0].pop("module"),
-            "set exactly one of module, script, verifiers and command",
+            "set exactly one of module, script, verifiers, openenv, agent and command",
         ),
         (lambda data: data["trainer"].update(batch_size=3), "multiple of"),
         (lambda data: data["trainer"].update(model_name="m"), "set model instead"),
