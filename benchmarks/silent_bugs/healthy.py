@@ -58,15 +58,18 @@ def _audited(
     with vllm(folder, root / "vllm.log", flags, nursery=nursery) as url:
         ready = time.monotonic() - begun
 
-        def one(number: int) -> Audit:
-            adapter = adapters[number % len(adapters)]
+        def one(adapter: Path | None) -> Audit:
             settings = Settings(folder, engine=url, adapter=adapter, device="cpu", timeout_s=300.0)
             return audit(settings, references[adapter])
 
-        # The first of each reference alone: it makes the copy in half precision.
-        results = [one(number) for number in range(min(each, len(adapters)))]
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            results += pool.map(one, range(len(results), each))
+        results: list[Audit] = []
+        # One after another: vLLM on a CPU applies an adapter to requests for the base model that
+        # are in the same batch.
+        for applied in adapters:
+            # The first alone: it makes the reference's copy in half precision.
+            results.append(one(applied))
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                results += pool.map(one, [applied] * (each // len(adapters) - 1))
     for number, result in enumerate(results):
         verdicts[result.verdict] += 1
         cost += result.tokens
