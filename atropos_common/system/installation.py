@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +22,9 @@ def checkout() -> Path | None:
 
 def pip_install() -> str:
     """Return the command that installs a package into the environment of this interpreter."""
-    if importlib.util.find_spec("pip") is not None:
+    # `importlib.util.find_spec` asks the hook of setuptools too, which then takes this process for
+    # pip and leaves it the old `distutils`: a later import of vLLM fails.
+    if PathFinder.find_spec("pip") is not None:
         return "python -m pip install"
     return "uv pip install"
 

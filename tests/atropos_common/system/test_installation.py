@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,9 +30,8 @@ def as_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, pip: bool = Tru
     installed = tmp_path / "site-packages" / "atropos_common" / "system" / "installation.py"
     monkeypatch.setattr(installation, "__file__", str(installed))
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    monkeypatch.setattr(
-        installation.importlib.util, "find_spec", lambda name: object() if pip else None
-    )
+    found = SimpleNamespace(find_spec=lambda name: object() if pip else None)
+    monkeypatch.setattr(installation, "PathFinder", found)
 
 
 def test_a_checkout_names_make() -> None:
@@ -98,3 +98,9 @@ def test_one_repository() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["urls"]["Repository"] == installation.REPOSITORY
     assert f"{installation.REPOSITORY}/security" in (ROOT / "SECURITY.md").read_text()
+
+
+def test_looking_for_pip_leaves_setuptools_its_distutils() -> None:
+    """vLLM imports setuptools, which refuses to run beside another `distutils`."""
+    code = "from atropos_common.system import installation as i; i.pip_install(); import setuptools"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -31,7 +31,7 @@ from trainer_core.policy.logprobs import (
     whole_row,
 )
 from trainer_core.policy.proof import prove
-from trainer_core.probe import _Scored
+from trainer_core.probe import _ScoredRow
 from trainer_core.ranks.world import ALONE
 from trainer_core.report import MfuMeter
 from trainer_core.rollouts.batch import Rollout
@@ -77,7 +77,7 @@ def test_an_architecture_is_computed_right(name: str) -> None:
     with torch.no_grad():
         row = whole_row(SEQUENCES)
         assert torch.allclose(
-            _Scored(model, row, ALONE).train, row_logprobs(model, row), atol=1e-5
+            _ScoredRow(model, row, ALONE).train, row_logprobs(model, row), atol=1e-5
         ), "nor is a cause made up"
     row_logprobs(model, whole_row(SEQUENCES)).sum().backward()
     packed = {n: p.grad for n, p in model.named_parameters()}
