@@ -41,7 +41,7 @@ FROM stack AS cuda
 # What NVIDIA's container runtime makes available; the CUDA libraries themselves come with torch.
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY requirements/gpu.txt /tmp/
-RUN pip install --no-deps --requirement /tmp/gpu.txt
+RUN pip install --no-deps --require-hashes --requirement /tmp/gpu.txt
 COPY --from=wheel /dist /tmp/dist
 COPY NOTICE /opt/atropos/
 RUN pip install --no-deps /tmp/dist/*.whl

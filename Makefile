@@ -38,7 +38,7 @@ $(VENV)/.installed-cpu: $(VENV)/bin/python requirements/cpu.txt pyproject.toml
 
 # PyPI's torch is the CUDA build that this vLLM was built for. About 5 GB.
 $(VENV)/.installed-gpu: $(VENV)/bin/python requirements/gpu.txt pyproject.toml
-	$(PIP) --requirement requirements/gpu.txt
+	$(PIP) --require-hashes --requirement requirements/gpu.txt
 	$(PIP) --no-build-isolation --editable .
 	@touch $@
 
