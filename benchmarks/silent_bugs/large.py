@@ -2,64 +2,146 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from atropos_common.protocol.audit import Audit
 from benchmarks.silent_bugs import models
 from benchmarks.silent_bugs.engines import vllm
 from trainer_core.audit.program import Settings, audit
+from trainer_core.audit.reference import Reference
 
 HEALTHY_AUDITS = 10
-FLAGS = ("--gpu-memory-utilization", "0.4", "--max-model-len", "4096", "--max-lora-rank", "16")
+GPU_FLAGS = ("--gpu-memory-utilization", "0.4", "--max-num-seqs", "32")
+FLAGS = ("--max-model-len", "2048", "--enable-lora", "--max-loras", "4", "--max-lora-rank", "16")
+
+Case = tuple[str, str, Settings]
+"""Name, expected verdict or cause (empty: any fault), arguments."""
 
 
-def audit_on_gpu(model: Path, work: Path) -> int:
+class Table:
+    """Rows that are printed as they come, and the totals at the end."""
+
+    def __init__(self) -> None:
+        self.audits: Counter[str] = Counter()
+        self.right: Counter[str] = Counter()
+        print(f"{'case':<22} {'named as':<22} {'right':<6}{'tokens':>6}{'s':>7}  evidence")
+
+    def add(self, name: str, expected: str, result: Audit) -> None:
+        named = result.cause or result.verdict
+        right = named == expected if expected else result.verdict == "does not"
+        self.audits[name] += 1
+        self.right[name] += right
+        groups = ", ".join(f"{g.name} {g.difference:.2g}" for g in result.groups)
+        bound = f" ({groups}; bound {result.groups[0].bound:.2g})" if result.groups else ""
+        print(
+            f"{name:<22} {named:<22} {'yes' if right else 'NO':<6}{result.tokens:>6}"
+            f"{result.seconds:>7.1f}  {result.evidence}{bound}",
+            flush=True,
+        )
+
+    def close(self, planned: int) -> int:
+        """Print the totals; return the exit status."""
+        made, right = sum(self.audits.values()), sum(self.right.values())
+        for name, count in self.audits.items():
+            print(f"{name}: {self.right[name]} of {count} right")
+        early = f"; ended early, {planned - made} audits were not made" if made < planned else ""
+        print(f"{right} of {made} audits right{early}", flush=True)
+        return 0 if right == made == planned else 1
+
+
+def audit_on_gpu(model: Path, work: Path, limit_s: float) -> int:
     """Audit one engine with graphs and adapters; return the exit status.
 
     Args:
         model: folder of a model, such as Qwen2.5-0.5B.
+        limit_s: seconds after which no further audit begins.
     """
+    # A caller that ends the program early gets the totals and leaves no engine behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    gpu = torch.cuda.is_available()
+    until = time.monotonic() + limit_s
     right = models.write_adapter(model, work / "adapter", spread=0.02)
     other = models.write_adapter(model, work / "other", seed=8, spread=0.02)
-    twice = models.write_adapter(model, work / "twice", alpha=32.0, spread=0.02)
-    newer = _moved(model, work / "newer")
-    rope = models.copied(model, work / "rope", rope_theta=10_000.0, rope_parameters=None)
-    flags = [*FLAGS, "--enable-lora", "--lora-modules"]
-    flags += [f"right={right}", f"other={other}", f"twice={twice}", f"void={_void(right, work)}"]
-    cases: list[tuple[str, str, Settings]] = [
-        ("healthy base", "serves", Settings(model)),
-        ("healthy adapter", "serves", Settings(model, adapter=right, model="right")),
-        ("adapter scaled twice", "adapter", Settings(model, adapter=right, model="twice")),
-        ("adapter missing", "adapter", Settings(model, adapter=right, model="void")),
-        ("another adapter", "", Settings(model, adapter=right, model="other")),
-        ("old weights", "stale weights", Settings(newer, older=model)),
-        ("rotary base", "rotary base", Settings(rope)),
-    ]
-    wrong = 0
+    twice = _rescaled(right, work / "twice", 32.0)
+    # The engine lists this one and computes without it.
+    void = _rescaled(right, work / "void", 1e-6)
+    named = {"right": right, "other": other, "twice": twice, "void": void}
+    flags = [*(GPU_FLAGS if gpu else ()), *FLAGS, "--lora-modules"]
+    flags += [f"{name}={folder}" for name, folder in named.items()]
+    # FlashInfer's sampler needs a package that vLLM does not install.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     begun = time.monotonic()
-    with vllm(model, work / "vllm.log", flags, gpu=True) as url:
-        print(f"{torch.cuda.get_device_name(0)}: ready after {time.monotonic() - begun:.0f} s")
-        for name, expected, settings in cases:
-            for _ in range(HEALTHY_AUDITS if expected == "serves" else 1):
-                settings.engine = url
-                result = audit(settings)
-                named = result.cause or result.verdict
-                good = named == expected if expected else result.verdict == "does not"
-                wrong += not good
-                groups = ", ".join(f"{g.name} {g.difference:.2g}" for g in result.groups)
-                print(
-                    f"{name:<22} {named:<16} {'yes' if good else 'NO':<4}{result.tokens:>6} tokens "
-                    f"{result.seconds:>5.1f} s  {groups} (bound {result.groups[0].bound:.2g}); "
-                    f"{result.evidence}"
-                    if result.groups
-                    else f"{name:<22} {named}: {result.evidence}",
-                    flush=True,
-                )
-    print(f"{wrong} wrong")
-    return 1 if wrong else 0
+    with vllm(model, work / "vllm.log", flags, gpu=gpu) as url:
+        where = torch.cuda.get_device_name(0) if gpu else "CPU, eager"
+        print(f"{where}: {model.name} ready after {time.monotonic() - begun:.0f} s", flush=True)
+        return _audited(url, _cases(model, work, right), until)
+
+
+def _cases(model: Path, work: Path, right: Path) -> list[Callable[[], Case]]:
+    """Cases in order; each makes its folder only when its turn comes."""
+
+    def of(name: str, expected: str, adapter: str = "") -> Callable[[], Case]:
+        if not adapter:
+            return lambda: (name, expected, Settings(model))
+        return lambda: (name, expected, Settings(model, adapter=right, model=adapter))
+
+    def old() -> Case:
+        return "old weights", "stale weights", Settings(_moved(model, work / "newer"), older=model)
+
+    def rope() -> Case:
+        other = {"rope_theta": 10_000.0, "rope_type": "default"}
+        folder = models.copied(model, work / "rope", rope_theta=10_000.0, rope_parameters=other)
+        return "rotary base", "rotary base", Settings(folder)
+
+    healthy, adapted = of("healthy base", "serves"), of("healthy adapter", "serves", "right")
+    return [
+        *[healthy, adapted] * 2,
+        of("adapter scaled twice", "adapter", "twice"),
+        of("adapter missing", "adapter", "void"),
+        of("another adapter", "", "other"),
+        rope,
+        old,
+        *[healthy, adapted] * (HEALTHY_AUDITS - 2),
+    ]
+
+
+def _audited(url: str, cases: list[Callable[[], Case]], until: float) -> int:
+    table = Table()
+    references: dict[tuple[Path, Path | None, Path | None], Reference] = {}
+    try:
+        for make in cases:
+            if time.monotonic() > until:
+                break
+            name, expected, settings = make()
+            settings.engine = url
+            begun = time.monotonic()
+            key = (settings.weights, settings.adapter, settings.older)
+            if key not in references:
+                references[key] = Reference(*key)
+            loaded = time.monotonic() - begun
+            result = audit(settings, references[key])
+            # A user's audit loads the reference each time.
+            result.seconds += loaded
+            table.add(name, expected, result)
+    finally:
+        status = table.close(len(cases))
+    return status
+
+
+def _rescaled(adapter: Path, target: Path, alpha: float) -> Path:
+    """The adapter with another scale."""
+    shutil.copytree(adapter, target, dirs_exist_ok=True)
+    models.edit_json(target / "adapter_config.json", lora_alpha=alpha)
+    return target
 
 
 def _moved(model: Path, target: Path) -> Path:
@@ -72,11 +154,3 @@ def _moved(model: Path, target: Path) -> Path:
             weight.add_(spread * torch.randn(weight.shape, generator=draw))
 
     return models.moved_copy(model, target, step)
-
-
-def _void(adapter: Path, work: Path) -> Path:
-    """The adapter with a scale of nearly nothing: the engine lists it and computes without it."""
-    target = work / "void"
-    shutil.copytree(adapter, target, dirs_exist_ok=True)
-    models.edit_json(target / "adapter_config.json", lora_alpha=1e-6)
-    return target

@@ -14,7 +14,7 @@ from atropos_common.protocol.trainer_records import OTHER_WEIGHTS
 from trainer_core.audit.diagnosis import Diagnosis
 from trainer_core.audit.engine import CannotTell, Engine
 from trainer_core.audit.fixes import FIXES
-from trainer_core.audit.questions import OTHER_TEMPERATURE, Observed, Questions, tokenizer_of
+from trainer_core.audit.questions import OTHER_TEMPERATURE, Observed, Questions
 from trainer_core.audit.reference import Reference
 from trainer_core.audit.rollouts import PROMPTS_ASKED, Recorded, audit_rollouts, read_rollouts
 from trainer_core.objective.causes.sampling import PLAIN, Sampler
@@ -48,7 +48,7 @@ def audit(settings: Settings, reference: Reference | None = None) -> Audit:
     """Audit an engine, recorded rollouts, or both.
 
     Args:
-        reference: a loaded one, for many audits of the same folder.
+        reference: a loaded one, for many audits of the same folder; threads may share it.
 
     Raises:
         UsageError: a folder or file cannot be read.
@@ -78,7 +78,8 @@ def audit(settings: Settings, reference: Reference | None = None) -> Audit:
         if engine is not None:
             _of_engine(result, settings, engine, reference, recorded, until)
         if settings.rollouts is not None:
-            result.rollouts = audit_rollouts(settings.rollouts, recorded, reference)
+            with reference.lock:
+                result.rollouts = audit_rollouts(settings.rollouts, recorded, reference)
             _of_rollouts(result)
     except CannotTell as error:
         result.verdict, result.evidence = "cannot tell", str(error)
@@ -99,19 +100,24 @@ def _of_engine(
     recorded: list[Recorded],
     until: float,
 ) -> None:
+    with reference.lock:
+        tokenizer = reference.tokenizer
     questions = Questions(
         engine,
         reference.config,
         reference.vocabulary,
-        tokenizer=tokenizer_of(settings.weights),
+        tokenizer=tokenizer,
         seed=settings.seed,
         sampler=settings.sampler,
         prompt_logprobs=settings.prompt_logprobs,
     )
     observed = questions.ask()
     observed += questions.on_prompts([one.prompt for one in recorded[:PROMPTS_ASKED]])
-    diagnosis = Diagnosis(reference, observed, until=until)
-    finding = diagnosis.find()
+    with reference.lock:
+        diagnosis = Diagnosis(reference, observed, until=until)
+        finding = diagnosis.find()
+        agrees = finding.cause is None and not finding.unsure
+        by_default = diagnosis.sampled_by_default() if agrees else None
     result.groups, result.tried = finding.groups, finding.tried
     template = questions.template()
     if finding.cause is not None:
@@ -125,15 +131,17 @@ def _of_engine(
     else:
         result.verdict = "serves"
         tokens = sum(group.tokens for group in finding.groups)
-        worst = max(group.difference for group in finding.groups)
+        worst = max(finding.groups, key=lambda group: group.difference / group.bound)
         result.evidence = (
-            f"{tokens} tokens differ by at most {worst:.2g} nats on average; rounding explains "
-            f"{diagnosis.bound:.2g}"
+            f"{tokens} tokens differ by at most {worst.difference:.2g} nats on average; rounding "
+            f"explains {worst.bound:.2g}"
         )
         _meaning(result, questions, reference)
-        if told := diagnosis.sampled_by_default():
+        if diagnosis.tied_tokens:
+            result.notes.append(diagnosis.tied_tokens)
+        if by_default:
             result.notes.append(
-                f"requests without sampling parameters are not drawn plainly: {told}. Send "
+                f"requests without sampling parameters are not drawn plainly: {by_default}. Send "
                 f"temperature, top_p and top_k with each request, or start vLLM with "
                 f"--generation-config vllm"
             )
@@ -149,7 +157,8 @@ def _meaning(result: Audit, questions: Questions, reference: Reference) -> None:
         return
     if not observed:
         return
-    distribution = reference.distribution([one.span for one in observed])
+    with reference.lock:
+        distribution = reference.distribution([one.span for one in observed])
     theirs = torch.tensor([v for one in observed for v in one.logprobs])
     raw = gap(distribution.logprobs(PLAIN).cpu(), theirs)
     cooler = PLAIN._replace(temperature=OTHER_TEMPERATURE)

@@ -6,7 +6,6 @@ import random
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from trainer_core.audit.engine import Answer, CannotTell, Engine, Request
@@ -191,16 +190,3 @@ def _observed(answer: Answer, group: str, sampler: Sampler) -> list[Observed]:
     if answer.prompt_logprobs is not None:
         found.append(Observed("prompt", Span(answer.prompt, 1, prompt), answer.prompt_logprobs))
     return found
-
-
-def tokenizer_of(folder: Path) -> Any:
-    """Return the folder's tokenizer; None if it has none."""
-    from transformers import AutoTokenizer
-
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    if not any((folder / name).is_file() for name in names):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError):
-        return None

@@ -6,9 +6,11 @@ import copy
 import json
 import math
 import re
+import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,8 @@ class Reference:
         dtype: str = "",
     ) -> None:
         self.weights = weights
+        # Hypotheses change the model for a moment: audits in several threads take turns.
+        self.lock = threading.RLock()
         self.model: Any = load(weights)
         self.config = self.model.config
         self.dtype = dtype or _stated(weights)
@@ -78,6 +82,19 @@ class Reference:
         if any(n not in other or other[n].shape != t.shape for n, t in own.items()):
             raise UsageError(f"--older {folder}: not a checkpoint of the same model")
         return {name: other[name].detach().to(self.device) for name in own}
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The folder's tokenizer; None if it has none."""
+        from transformers import AutoTokenizer
+
+        names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+        if not any((self.weights / name).is_file() for name in names):
+            return None
+        try:
+            return AutoTokenizer.from_pretrained(self.weights, local_files_only=True)
+        except (OSError, ValueError, KeyError, ImportError):
+            return None
 
     @property
     def vocabulary(self) -> int:
