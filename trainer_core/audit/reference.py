@@ -149,13 +149,18 @@ class Reference:
     def in_half(self, spans: Sequence[Span], dtype: torch.dtype) -> list[torch.Tensor]:
         """Return the logprobs as this model computes them in half precision."""
         if self._half is None or self._half[0] != dtype:
-            half = copy.deepcopy(self.model).to(dtype)
-            # Rotary frequencies stay in float32 in every engine.
-            for own, other in zip(self.model.modules(), half.modules(), strict=True):
-                for name, buffer in own.named_buffers(recurse=False):
-                    setattr(other, name, buffer.clone())
-            self._half = (dtype, half)
+            self._half = (dtype, halved(self.model, dtype))
         return self.logprobs(spans, self._half[1])
+
+
+def halved(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a copy of a model in half precision, as engines compute it."""
+    half = copy.deepcopy(model).to(dtype)
+    # Rotary frequencies stay in float32 in every engine.
+    for own, other in zip(model.modules(), half.modules(), strict=True):
+        for name, buffer in own.named_buffers(recurse=False):
+            setattr(other, name, buffer.clone())
+    return half
 
 
 def load(folder: Path) -> nn.Module:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tests.trainer_core.audit.torch_engine import SGLangLike, TorchEngine, serve
 from trainer_core.audit import questions
 from trainer_core.audit.__main__ import main
 from trainer_core.audit.program import Settings, audit
-from trainer_core.audit.reference import Reference
+from trainer_core.audit.reference import Reference, halved
 from trainer_core.objective.causes.sampling import PLAIN
 
 
@@ -34,7 +35,7 @@ def reference(folder: Path) -> Reference:
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer tokens than in an audit: this server decodes one at a time."""
     for name, value in {
         "PROMPTS": 3,
@@ -45,10 +46,6 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "CACHED_DRAWN": 16,
     }.items():
         monkeypatch.setattr(questions, name, value)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def asked(
@@ -247,6 +244,23 @@ def test_an_adapter_of_twice_its_scale(folder: Path, tmp_path: Path) -> None:
     result = asked(engine, folder, adapter=adapter)
     assert result.cause == causes.ADAPTER and "twice" in result.evidence
     assert asked(engine, folder, adapter=twice).verdict == "serves"
+
+
+def test_experts_in_half_precision(tmp_path: Path) -> None:
+    """Tokens near a tie of a router jump; that is no fault, and faults are named beside it."""
+    folder = models.save(models.build("moe"), tmp_path / "moe", dtype="bfloat16")
+    reference = Reference(folder, device="cpu")
+    engine = TorchEngine(halved(reference.model, torch.bfloat16))
+    with served(engine) as url, ThreadPoolExecutor(2) as pool:
+        one = Settings(weights=folder, engine=url, device="cpu")
+        # Both use one reference, whose routers and copy in half precision are state.
+        results = list(pool.map(lambda seed: audit(replace(one, seed=seed), reference), (3, 4)))
+        other = models.copied(folder, tmp_path / "one", num_experts_per_tok=1)
+        wrong = audit(replace(one, weights=other, seed=3))
+    assert [result.verdict for result in results] == ["serves", "serves"], results
+    # Without regard to ties the bound is 0.1 nats.
+    assert max(group.largest for result in results for group in result.groups) > 0.2
+    assert wrong.cause == causes.CONFIG and "2 experts" in wrong.evidence, wrong
 
 
 def test_the_program_prints_json_and_its_exit_code(

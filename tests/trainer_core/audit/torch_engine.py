@@ -72,22 +72,16 @@ class TorchEngine:
             body.get("top_p", self.default.top_p),
         )
         model = self.model if "cache_salt" in body or not self.old_prefix else self.old_prefix
+        rows: list[Row] = [([], [], [])] * len(body["prompt"])
+        lengths = [len(prompt) for prompt in body["prompt"]]
+        for length in dict.fromkeys(lengths):
+            alike = [i for i, other in enumerate(lengths) if other == length]
+            prompts = [body["prompt"][i] for i in alike]
+            for i, row in zip(alike, self._drawn(model, prompts, body, asked), strict=True):
+                rows[i] = row
         choices = []
-        for index, prompt in enumerate(body["prompt"]):
-            tokens, logprobs = list(prompt), []
-            output = model(input_ids=torch.tensor([prompt]), use_cache=True)
-            for _ in range(body["max_tokens"]):
-                logits = output.logits[0, -1].float()
-                values, drawn_from = self._scores(logits, asked)
-                token = int(torch.multinomial(drawn_from.exp(), 1, generator=self.draw))
-                tokens.append(token)
-                logprobs.append(float(values[token]))
-                output = model(
-                    input_ids=torch.tensor([[token]]),
-                    past_key_values=output.past_key_values,
-                    use_cache=True,
-                )
-            _, drawn, given = self.alter((prompt, tokens[len(prompt) :], logprobs))
+        for index, row in enumerate(rows):
+            prompt, drawn, given = self.alter(row)
             choices.append(
                 {
                     "index": index,
@@ -97,6 +91,27 @@ class TorchEngine:
                 }
             )
         return {"choices": choices}
+
+    def _drawn(
+        self, model: Any, prompts: list[list[int]], body: dict[str, Any], asked: Sampler
+    ) -> list[Row]:
+        """Decode prompts of one length together."""
+        rows: list[Row] = [(list(prompt), [], []) for prompt in prompts]
+        output = model(input_ids=torch.tensor(prompts), use_cache=True)
+        for _ in range(body["max_tokens"]):
+            step = []
+            for (_, tokens, logprobs), logits in zip(rows, output.logits[:, -1], strict=True):
+                values, drawn_from = self._scores(logits.float(), asked)
+                token = int(torch.multinomial(drawn_from.exp(), 1, generator=self.draw))
+                tokens.append(token)
+                logprobs.append(float(values[token]))
+                step.append([token])
+            output = model(
+                input_ids=torch.tensor(step),
+                past_key_values=output.past_key_values,
+                use_cache=True,
+            )
+        return rows
 
     def _scores(self, logits: torch.Tensor, asked: Sampler) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs of every token as shown, and as drawn from."""
