@@ -134,8 +134,6 @@ class WeightBridge:
         self.accepts = asyncio.Event()
         """Set while the engine takes new requests for certain: no pause began."""
         self.accepts.set()
-        # Requests in flight keep their keys and values over the present pause.
-        self._reuses = False
         self.cache_salt = 0
         """Part of every request's cache salt; 0: none."""
         self._lease: asyncio.TimerHandle | None = None
@@ -220,7 +218,7 @@ class WeightBridge:
         await self.freeze(PauseRequest(lease_s=lease_s, dirty=True, **flight))
 
     async def _stop_generating(self, request: PauseRequest) -> None:
-        waiting, self._reuses = None, request.in_flight == "reuse"
+        waiting, self.history.keeps_cache = None, request.in_flight == "reuse"
         if request.in_flight == "wait":
             pausing = self.engine.pause_generation(mode="wait", clear_cache=True)
             waiting = asyncio.ensure_future(pausing)
@@ -231,7 +229,7 @@ class WeightBridge:
             late = f"requests in flight did not end within {request.wait_s:g} s"
             logger.warning("%s: the rest is frozen", late)
         mode = "abort" if request.in_flight == "recompute" else "keep"
-        await self.engine.pause_generation(mode=mode, clear_cache=not self._reuses)
+        await self.engine.pause_generation(mode=mode, clear_cache=not self.history.keeps_cache)
         if waiting is not None:
             await waiting
 
@@ -264,7 +262,7 @@ class WeightBridge:
 
     async def declare(self, version: int) -> None:
         """Make `version` the answering version; the caller holds the lock."""
-        if self._reuses:
+        if self.history.keeps_cache:
             # Cached blocks stay for the requests that have them. Later requests have another salt,
             # so that they never match such a block.
             self.cache_salt += 1
@@ -287,7 +285,7 @@ class WeightBridge:
     async def reset_prefix_cache(self) -> None:
         """Drop every cached key and value; frozen requests are recomputed from their tokens. After
         a pause with `reuse` they stay: `declare` keeps them from later requests."""
-        if self._reuses:
+        if self.history.keeps_cache:
             return
         if not await self.engine.reset_prefix_cache(reset_running_requests=True):
             effect = "old keys and values would mix with new weights"

@@ -179,6 +179,9 @@ class CompletionLog(NamedTuple):
         if version is None and metrics is not None and metrics.first_token_ts:
             times = metrics.first_token_ts, metrics.last_token_ts
             span, runs = self.history.span(*times), self.history.runs(*times, tokens, tokens_at)
+            if self.history.keeps_cache and metrics.scheduled_ts:
+                # A publish between them leaves the prompt's keys and values to older weights.
+                span = self.history.span(metrics.scheduled_ts, times[1])
         else:
             known = self.history.current if version is None else version
             span, runs = (known, known), [(known, tokens)]

@@ -130,6 +130,8 @@ class VersionHistory:
         self._since: list[float] = [-math.inf]
         self._versions: list[int] = [0]
         self._followed: dict[str, TokensAt] = {}
+        self.keeps_cache = False
+        """Requests in flight keep the keys and values of older versions."""
 
     def change(self, version: int, moment: float, made: Mapping[str, int] | None = None) -> None:
         """Make `version` current from `moment` on; moments never decrease.

@@ -392,7 +392,8 @@ CAUSE_FIXES = {
     SAMPLING: (
         "sample by plain temperature: remove top_p, top_k, min_p and penalties from the "
         "environment's requests, and "
-        "generation-config from [vllm.args]; send the temperature in generation_params"
+        "generation-config from [vllm.args]; send the temperature in generation_params. If the "
+        "requests are plain already, lower [trainer] lr: one large update shows the same"
     ),
 }
 """Cause of an alignment mismatch -> fix."""

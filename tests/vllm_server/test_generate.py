@@ -147,7 +147,7 @@ async def answer(
 def output(tokens: list[int], values: list[float], first: float, last: float) -> SimpleNamespace:
     entries = [{token: logprob(value)} for token, value in zip(tokens, values, strict=True)]
     completion = SimpleNamespace(text="t", token_ids=tokens, logprobs=entries, finish_reason="stop")
-    times = SimpleNamespace(first_token_ts=first, last_token_ts=last)
+    times = SimpleNamespace(scheduled_ts=first - 60, first_token_ts=first, last_token_ts=last)
     return SimpleNamespace(
         outputs=[completion],
         metrics=times,
@@ -178,6 +178,20 @@ async def test_the_answer_has_the_contract_s_shape_and_the_digest_finds_its_vers
     ]
     assert generator.log.spans.look_up(digests) == [(4, 5, 2, 4.5), (5, 5, 1, 5.0)]
     assert generator.completions == 2
+
+
+async def test_with_reuse_the_weights_of_the_prompt_s_keys_count_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late = output([6], [-0.3], 210.0, 220.0)
+    _, generator = await answer(monkeypatch, body(n=1), [late])
+    found = {}
+    for keeps in (False, True):
+        generator.log.history.keeps_cache = keeps
+        found[keeps] = generator.log.note(
+            [3], [6], [-0.3], metrics=late.metrics, tokens_at={}, version=None, temperature=1.0
+        )
+    assert found == {False: ((5, 5), [(5, 1)]), True: ((4, 5), [(5, 1)])}
 
 
 async def test_tokens_outside_the_vocabulary_never_reach_the_engine(

@@ -223,7 +223,7 @@ class AlignmentGate:
         if (
             lag_max is not None and lag_max <= 1 and mean >= ROLLOUT_MISMATCH
         ):  # more than one update can explain
-            return Alignment("mismatch", *_FRESH)
+            return Alignment("mismatch", SAMPLING, f"{_FRESH[1]}, or an update too large (lr)")
         lag = "unknown" if lag_max is None else f"up to {lag_max:g}"
         far: Verdict = "mismatch" if probe is None and mean >= ROLLOUT_MISMATCH else "drift"
         return Alignment(far, POLICY_LAG, f"rollouts are far from the policy (lag {lag})")

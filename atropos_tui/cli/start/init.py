@@ -419,7 +419,7 @@ def profile_text(answers: Answers, *, file: str) -> str:
     head = (
         f"#:schema ./{SCHEMA_FILE}\n"
         f"# Written by `atropos-tui init` from the shipped profile {shipped}. All keys: "
-        f"docs/profiles.md.\n"
+        f"docs/reference, or `atropos-tui schema`.\n"
         f"#   atropos-tui up {file}\n"
     )
     return head + text
@@ -445,10 +445,14 @@ def _placement(answers: Answers) -> Changes:
             return {"vllm": vllm}
         args = {"enforce-eager": True, CPU_CACHE: MOST_CPU_CACHE, "block-size": 32}
         trainer = {"gpus": None, "device": "cpu", "dtype": "float32"}
+        # Engine and trainer share the cores; threads that spin while they wait slow the others.
+        threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
         return {
             "vllm": vllm | {"gpus": None, "gpu_memory_utilization": None},
+            "vllm.env": threads | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
             "vllm.args": args,
             "trainer": trainer,
+            "trainer.env": threads,
         }
     vllm["gpus"] = answers.vllm_gpus
     if len(answers.vllm_gpus) > 1 and not TRAITS[answers.mode].shares_memory:

@@ -209,6 +209,7 @@ def test_rollouts_tell_lag_from_temperature() -> None:
     )
     fresh = gate.judge(_off(2.0), good, lag_max=1)
     assert fresh.verdict == "mismatch" and fresh.cause.startswith("sampling")
+    assert fresh.cause.endswith("or an update too large (lr)")
     assert gate.judge(_off(2.0), None).verdict == "mismatch"
     same = gate.judge(_off(0.05), good, lag_max=0)
     assert same.verdict == "drift", "without lag rollouts are held to the bounds of a probe"

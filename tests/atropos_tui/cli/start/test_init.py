@@ -378,6 +378,12 @@ def test_an_environment_of_ones_own_keeps_what_its_file_sets(
     )
     cache = profile.vllm[0].args["kv-cache-memory-bytes"]
     assert isinstance(cache, int) and 2**26 <= cache < 2**28, "of the model's size, not 4 GiB"
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert profile.vllm[0].env == {
+        "OMP_NUM_THREADS": threads,
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    assert profile.trainer.env == {"OMP_NUM_THREADS": threads}
     assert "fix these first:" in said and "has no chat template" in said, (
         "the model, not this machine"
     )
