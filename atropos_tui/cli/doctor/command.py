@@ -349,8 +349,7 @@ def _companions(torch: str | None, found: dict[str, str | None]) -> Iterator[Che
             text for text in metadata.requires(name) or [] if Requirement(text).name == "torch"
         )
         if cpu and "+cpu" not in version and name == "torchcodec":
-            # transformers and vLLM import it only where they decode audio or video.
-            yield ok(name, f"{version}: a CUDA build, which the stack never loads")
+            yield ok(name, f"{version}: a CUDA build, which the server hides from vLLM")
         elif cpu and "+cpu" not in version:
             said = (
                 f"{version} is PyPI's CUDA build, beside torch {torch}: `import transformers` "
