@@ -443,7 +443,8 @@ def _placement(answers: Answers) -> Changes:
     if not answers.vllm_gpus:
         if answers.kind == "arithmetic":  # its template is made for a CPU already
             return {"vllm": vllm}
-        args = {"enforce-eager": True, CPU_CACHE: MOST_CPU_CACHE, "block-size": 32}
+        args: dict[str, Any] = {"enforce-eager": True, CPU_CACHE: MOST_CPU_CACHE, "block-size": 32}
+        args |= dict.fromkeys(("distributed-executor-backend", "max-num-seqs"))  # for a GPU
         trainer = {"gpus": None, "device": "cpu", "dtype": "float32"}
         # Engine and trainer share the cores; threads that spin while they wait slow the others.
         threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
