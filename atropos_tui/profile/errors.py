@@ -270,6 +270,9 @@ def as_keys(message: str) -> str:
 
 def _fix_of_unknown_key(path: KeyPath, known: list[str], schema: Schema) -> str:
     word, section = str(path[-1]), path[0]
+    if section == "ui":
+        # Keys that start programs come from the user alone.
+        return "move it to ~/.config/atropos-tui/keys.toml: a profile cannot bind keys"
     near = did_you_mean(word, known)
     # An environment has flags of any name, so a key in [env] is more likely a flag.
     elsewhere = "" if section == "env" else _in_other_tables(path, schema)

@@ -20,6 +20,7 @@ from atropos_common.protocol.control import Phase, RunStatus, State
 from atropos_common.protocol.records import CommandRecord, GaugesRecord
 from atropos_tui.monitor.charts import SharedLens
 from atropos_tui.monitor.format import clock, one_line
+from atropos_tui.monitor.glossary import MARKS, WORDS
 from atropos_tui.monitor.log_buffer import LogFeed
 from atropos_tui.monitor.overlay import Comparison
 from atropos_tui.monitor.run.run_files import RunInfo, status_from_files
@@ -48,11 +49,12 @@ from atropos_tui.ui.terminal import (
 )
 from atropos_tui.ui.theme import LIGHT, THEME, first_theme, theme_colours
 from atropos_tui.ui.views import REFRESH_S, VIEWS, Navigator, Painter, compose_screen, visible
-from atropos_tui.ui.widgets.bars import Apply, Keys, SearchBar
+from atropos_tui.ui.widgets.bars import Apply, SearchBar
 from atropos_tui.ui.widgets.components import Components
 from atropos_tui.ui.widgets.curves import Chart, ChartGrid
 from atropos_tui.ui.widgets.details import StepPanel
 from atropos_tui.ui.widgets.events import Events
+from atropos_tui.ui.widgets.footer import Footer
 from atropos_tui.ui.widgets.log_view import LogView
 from atropos_tui.ui.widgets.panel import Listing, View, hidden
 from atropos_tui.ui.widgets.rollouts import RolloutDetail, Rollouts
@@ -71,16 +73,16 @@ class CockpitApp(CommandApp):
     HORIZONTAL_BREAKPOINTS = list(zip((0, 40, 110, 150, 180), WIDTHS, strict=True))  # noqa: RUF012
     VERTICAL_BREAKPOINTS = list(zip((0, 12, 30, 48), HEIGHTS, strict=True))  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(
+        hidden(
             "r",
             "act('restart')",
             "Restart",
-            tooltip="Restart the selected component and what must go with it",
+            "Restart the selected component and what must go with it",
         ),
-        Binding("s", "stop_or_start", "Stop/start", tooltip="Stop or start the selected component"),
-        Binding("K", "act('kill')", "Kill", tooltip="Kill every process of the selected component"),
+        hidden("s", "stop_or_start", "Stop/start", "Stop or start the selected component"),
+        hidden("K", "act('kill')", "Kill", "Kill every process of the selected component"),
         hidden("R", "restart_all", "Restart all", "Restart the whole stack"),
-        Binding("slash", "search", "Search", tooltip="Search the log, the rollouts or the events"),
+        hidden("slash", "search", "Search", "Search the log, the rollouts or the events"),
         hidden("f", "follow", "Follow", "Follow the end of the log, or stop following"),
         hidden("a", "all_logs", "All logs", "All logs merged, or the selected component's"),
         hidden("c", "compare", "Compare", "Compare with other runs, on the same axes"),
@@ -95,20 +97,22 @@ class CockpitApp(CommandApp):
             "Last words",
             "Jump to the newest error in the selected component's log",
         ),
+        hidden("z", "zoom", "Full screen", "Give the focused panel the screen, and back"),
+        hidden("F", "fold", "Fold", "Fold the components into one line, or unfold them"),
         hidden("p", "picture", "Picture", "Save a picture of the screen as SVG"),
         hidden("t", "change_theme", "Theme", "Choose a theme"),
-        Binding("d", "detach", "Detach", tooltip="Leave the screen; the run goes on"),
-        Binding("q", "ask_quit", "Quit", tooltip="Detach or stop"),
+        hidden("d", "detach", "Detach", "Leave the screen; the run goes on"),
+        hidden("q", "ask_quit", "Quit", "Detach or stop"),
         Binding("ctrl+q", "ask_quit", "Quit", show=False, system=True, priority=True),
         Binding("ctrl+c", "interrupt", "Quit", show=False, system=True, priority=True),
         Binding("ctrl+z", "suspend_process", "Suspend", show=False, system=True, priority=True),
-        Binding("question_mark", "help", "Help", tooltip="This list"),
+        hidden("question_mark", "help", "Help", "This list, and the words and marks of the screen"),
         hidden(
             "escape",
             "view_before",
             "Back",
             "Remove the filter, then the search, then the marked "
-            "line or comparison; then return to the view before",
+            "line or comparison, then the full screen; then return to the view before",
         ),
         *(
             hidden(str(number % 10), f"view('{name}')", view.title, view.about)
@@ -163,8 +167,9 @@ class CockpitApp(CommandApp):
         yield from compose_screen()
 
     def on_mount(self) -> None:
-        self.query_one(Components).focus()
-        self.query_one(Keys).idle = self.idle_actions
+        self.action_view("overview")
+        self.query_one(Footer).idle = self.idle_actions
+        self.use_key_file(user_files.key_file())
         feed = self.feed
         for follow in (feed.follow_files, feed.follow_status, feed.follow_events, feed.follow_log):
             self.run_worker(follow(), group="feed")
@@ -351,6 +356,12 @@ class CockpitApp(CommandApp):
         if not any(panel.drop() for panel in self._searchable()):
             self.views.back()
 
+    def action_zoom(self) -> None:
+        self.views.zoom()
+
+    def action_fold(self) -> None:
+        self.views.fold()
+
     def action_select(self, by: int) -> None:
         if table := self.find(Components):
             table.step(by)
@@ -404,7 +415,24 @@ class CockpitApp(CommandApp):
             self.notify(f"saved {path.resolve()}", markup=False)
 
     def action_help(self) -> None:
-        self.push_screen(HelpDialog(explained(self, visible(self.screen))))
+        keys = explained(self, visible(self.screen))
+        self.push_screen(HelpDialog(keys, {"Marks": MARKS, "Words": WORDS}))
+
+    def selection(self) -> dict[str, str | None]:
+        table = self.find(Components)
+        row = table.selected if table else None
+        log = self.feed.log_of(row.name) if row else None
+        step = self._view().cursor_step
+        rollouts = self.find(Rollouts)
+        if rollouts and rollouts.has_focus and rollouts.current:
+            step = rollouts.current.group.step
+        return {
+            "run_dir": str(self.feed.run.root.resolve()),
+            "component": row.name if row else None,
+            "pid": str(row.pid) if row and row.pid else None,
+            "log": str(log.resolve()) if log else None,
+            "step": str(step) if step else None,
+        }
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         panels_with_keys = [widget for kind in SEARCHED if (widget := self.find(kind))]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar
+from pathlib import Path
+from typing import ClassVar, Literal, TypeVar
 
 from rich.cells import cell_len
 from rich.segment import Segment
@@ -13,6 +14,7 @@ from textual.binding import Binding
 from textual.color import Color
 from textual.dom import DOMNode
 from textual.filter import LineFilter
+from textual.keys import format_key
 from textual.notifications import SeverityLevel
 from textual.screen import Screen
 from textual.widget import Widget
@@ -23,8 +25,22 @@ from atropos_tui.monitor.format import one_line
 from atropos_tui.streams import harmless
 from atropos_tui.supervisor.client import Refused
 from atropos_tui.ui import user_files
-from atropos_tui.ui.dialogs import ConfirmDialog, QuitDialog
+from atropos_tui.ui.dialogs import ConfirmDialog, OwnCommandDialog, QuitDialog
 from atropos_tui.ui.feed import Feed
+from atropos_tui.ui.keymap import (
+    KeyFile,
+    bindings_of,
+    kinds_with_keys,
+    read_key_file,
+    remapped,
+)
+from atropos_tui.ui.own_commands import (
+    OwnCommand,
+    filled,
+    line_of,
+    run_in_background,
+    run_in_terminal,
+)
 from atropos_tui.ui.widgets.bars import CommandBar
 from atropos_tui.ui.widgets.components import Components
 
@@ -55,9 +71,12 @@ class CommandApp(App[Outcome]):
     """App for one run; its keys act on the component under the cursor."""
 
     feed: Feed
+    always: ClassVar[tuple[str, ...]] = ("ask_quit", "help")
+    """Actions whose keys the footer shows whatever has the focus."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.key_file = KeyFile()
         self._only_plain_text = OnlyPlainText()
         # The run has ended, or its supervisor is gone for good.
         self.is_over = False
@@ -171,6 +190,54 @@ class CommandApp(App[Outcome]):
         if all((note.title, note.message) != (heading, words) for note in self._notifications):
             self.notify(words, title=heading, severity="warning", timeout=8, markup=False)
 
+    # The user's keys and commands.
+
+    def use_key_file(self, path: Path) -> None:
+        """Apply the user's keys, bind the own commands, and report wrong entries."""
+        self.key_file = read_key_file(path, kinds_with_keys())
+        self.set_keymap(dict(self.key_file.keys))
+        for command in self.key_file.commands:
+            self.bind(command.key, f"own({command.name!r})", description=command.description)
+        if self.key_file.problems:
+            words = "\n".join(one_line(problem) for problem in self.key_file.problems)
+            heading = f"wrong entries in {path}"
+            self.notify(words, title=heading, severity="warning", timeout=20, markup=False)
+
+    def selection(self) -> dict[str, str | None]:
+        """Return the values of the placeholders of own commands; None without one."""
+        raise NotImplementedError
+
+    def action_own(self, name: str) -> None:
+        command = next(one for one in self.key_file.commands if one.name == name)
+        if self.read_only:
+            self.refuse("this screen is read-only", "attach without --read-only to run commands")
+            return
+        try:
+            argv = filled(command, self.selection())
+        except ValueError as error:
+            self.refuse(str(error), "select a component or step that has one", command.name)
+            return
+        self.run_worker(self._run_own(command, argv), group=f"own-{name}", exclusive=True)
+
+    async def _run_own(self, command: OwnCommand, argv: list[str]) -> None:
+        if command.confirm:
+            question = OwnCommandDialog(command.description, line_of(argv))
+            if not await self.push_screen_wait(question):
+                return
+        if not command.background:
+            if problem := run_in_terminal(self, command, argv):
+                self.refuse(problem, "", command.name)
+            return
+        try:
+            status, output = await run_in_background(argv)
+        except OSError as error:
+            self.refuse(f"{argv[0]} cannot be started: {error.strerror}", "", command.name)
+            return
+        heading = f"{command.name}: " + (f"exit status {status}" if status else "done")
+        severity: SeverityLevel = "error" if status else "information"
+        words = output or "no output"
+        self.notify(words, title=heading, severity=severity, timeout=10, markup=False)
+
     # Leaving.
 
     def action_detach(self) -> None:
@@ -214,30 +281,29 @@ Act = Callable[[Action, str], object]
 
 
 def palette(
-    app: App[Any], panels: Iterable[DOMNode], rows: Iterable[ComponentStatus], act: Act
+    app: CommandApp, panels: Iterable[DOMNode], rows: Iterable[ComponentStatus], act: Act
 ) -> Iterator[SystemCommand]:
     """Yield the commands of the palette; `panels` have keys of their own."""
     for owner in (app, *panels):
-        for binding in _bindings(owner):
+        for binding in _by_action(remapped(bindings_of(type(owner)), app.key_file.keys)):
             if binding.tooltip and not binding.system:
                 key = _NAMED.get(binding.key) or app.get_key_display(binding)
                 run = partial(app.run_action, binding.action, owner)
                 yield SystemCommand(binding.description, f"{binding.tooltip} · key {key}", run)
+    for command in app.key_file.commands:
+        about = f"own command · key {format_key(command.key)}"
+        run = partial(app.run_action, f"own({command.name!r})")
+        yield SystemCommand(command.description, about, run)
     for row in rows:
         for action in _possible(row):
             name = f"{action.capitalize()} {row.name}"
             yield SystemCommand(name, f"{row.name} is {row.state}", partial(act, action, row.name))
 
 
-def _bindings(owner: DOMNode) -> list[Binding]:
+def _by_action(bindings: Iterable[Binding]) -> list[Binding]:
     # One binding for each action, with its first key.
-    by_key: dict[str, Binding] = {}
-    # The method resolution order lists the class itself first.
-    for kind in type(owner).__mro__:
-        for binding in Binding.make_bindings(vars(kind).get("BINDINGS", ())):
-            by_key.setdefault(binding.key, binding)
     by_action: dict[str, Binding] = {}
-    for binding in by_key.values():
+    for binding in bindings:
         by_action.setdefault(binding.action, binding)
     return list(by_action.values())
 
@@ -248,7 +314,7 @@ def _possible(row: ComponentStatus) -> tuple[Action, ...]:
     return ("restart", "stop", "kill") if row.state.has_process else ("restart", "stop")
 
 
-def explained(app: App[Any], widgets: Iterable[Widget]) -> dict[str, dict[str, str]]:
+def explained(app: CommandApp, widgets: Iterable[Widget]) -> dict[str, dict[str, str]]:
     """Return key and description by section: focused panel, app, views, other panels."""
     sections: dict[str, dict[str, str]] = {}
 
@@ -269,11 +335,19 @@ def explained(app: App[Any], widgets: Iterable[Widget]) -> dict[str, dict[str, s
     # Move the general sections behind the focused panel's.
     for everywhere in ("Everywhere", "Views"):
         sections[everywhere] = sections.pop(everywhere, {})
+    own = {format_key(one.key): one.description for one in app.key_file.commands}
+    sections = {"Own commands": own, **sections, "Key file": problems(app.key_file)}
     here = set(sections)
     for widget in widgets:
-        for binding in Binding.make_bindings(type(widget).BINDINGS):
+        bindings = Binding.make_bindings(type(widget).BINDINGS)
+        for binding in remapped(bindings, app.key_file.keys):
             if binding.tooltip.partition(": ")[0] not in here:
                 explain(binding)
     away = " (focus it with tab or a click)"
     named = ((name if name in here else name + away, keys) for name, keys in sections.items())
     return {name: keys for name, keys in named if keys}
+
+
+def problems(file: KeyFile) -> dict[str, str]:
+    """Return the wrong entries of the key file, numbered."""
+    return {f"▲{number}": words for number, words in enumerate(file.problems, 1)}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import ClassVar
 
+from rich.cells import cell_len
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -21,6 +23,8 @@ from atropos_common.protocol.control import Recipe
 from atropos_tui.monitor.format import one_line
 from atropos_tui.monitor.run_list import RunRow, table
 from atropos_tui.ui.widgets.panel import hidden
+
+HELP_WIDTH = 68  # cells of text in a dialog
 
 
 class _Dialog(ModalScreen[object]):
@@ -61,6 +65,22 @@ class ConfirmDialog(_Dialog):
         event.stop()
         # None, as for Esc.
         self.dismiss(True if event.button.id == "yes" else None)
+
+
+class OwnCommandDialog(_Dialog):
+    """Confirmation of the user's own command. Returns True or None."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [hidden("y,enter", "dismiss(True)", "Yes")]
+
+    def __init__(self, description: str, line: str) -> None:
+        super().__init__()
+        self._description, self._line = description, line
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog", id="own-command") as box:
+            box.border_title = Content(self._description)
+            box.border_subtitle = "y run · esc cancel"
+            yield Static(Text(self._line), classes="dialog-text")
 
 
 class QuitDialog(_Dialog):
@@ -118,18 +138,52 @@ class TextDialog(_Dialog):
 
 
 class HelpDialog(TextDialog):
-    """Every key that works now, from the bindings."""
+    """Every key that works now, from the bindings; on a second page, marks and words."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [hidden("question_mark", "dismiss", "Close")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        hidden("question_mark", "dismiss", "Close"),
+        hidden("w,tab", "turn", "Words"),
+    ]
 
-    def __init__(self, sections: Mapping[str, Mapping[str, str]]) -> None:
-        width = max((len(key) for keys in sections.values() for key in keys), default=0)
-        text = Text()
-        for heading, keys in sections.items():
-            text.append("\n\n" if text else "").append(heading, "bold underline")
-            for key, words in keys.items():
-                text.append(f"\n{key:>{width}}", "bold").append(f"   {words}")
-        super().__init__("Keys", text)
+    def __init__(
+        self,
+        keys: Mapping[str, Mapping[str, str]],
+        words: Mapping[str, Mapping[str, str]],
+    ) -> None:
+        super().__init__("Keys", explanation(keys))
+        self._pages = (("Keys", explanation(keys)), ("Words and marks", explanation(words)))
+        self._page = 0
+
+    def on_mount(self) -> None:
+        self._show()
+
+    def action_turn(self) -> None:
+        self._page = 1 - self._page
+        self._show()
+
+    def _show(self) -> None:
+        heading, self._text = self._pages[self._page]
+        other = "words and marks" if self._page == 0 else "keys"
+        box = self.query_one("#text", VerticalScroll)
+        box.border_title = Content(heading)
+        box.border_subtitle = f"w {other} · y copies, esc closes"
+        box.scroll_home(animate=False)
+        self.query_one(".dialog-text", Static).update(self._text)
+
+
+def explanation(sections: Mapping[str, Mapping[str, str]]) -> Text:
+    """Return lines of terms with their meaning, by section, in two columns."""
+    width = max((cell_len(term) for terms in sections.values() for term in terms), default=0)
+    text = Text()
+    for heading, terms in sections.items():
+        text.append("\n\n" if text else "").append(heading, "bold underline")
+        for term, words in terms.items():
+            lines = wrap(words, HELP_WIDTH - width - 3) or [""]
+            space = " " * (width - cell_len(term))
+            text.append(f"\n{space}{term}", "bold").append(f"   {lines[0]}")
+            for line in lines[1:]:
+                text.append(f"\n{' ' * (width + 3)}{line}")
+    return text
 
 
 BOX = 4  # cells of the check box before a line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from rich.text import Text
@@ -21,6 +22,7 @@ from atropos_tui.ui.terminal import Bell, run_app
 from atropos_tui.ui.theme import named_style
 from atropos_tui.ui.widgets.curves import Chart
 from atropos_tui.ui.widgets.log_view import LogView
+from atropos_tui.ui.widgets.panel import hidden
 
 # Seconds between two draws of the bar and two reads of the recording.
 TICK_S = 0.25
@@ -31,8 +33,8 @@ TIME_KEYS = (
     ("minus", "faster(-1)", "Slower", "half as fast"),
     ("left", "seek(-1)", "Back", "back by a fiftieth"),
     ("right", "seek(1)", "Ahead", "ahead by a fiftieth"),
-    ("shift+left", "event(-1)", "Back", "back to an event"),
-    ("shift+right", "event(1)", "Ahead", "ahead to an event"),
+    ("shift+left", "event(-1)", "Previous event", "back to an event"),
+    ("shift+right", "event(1)", "Next event", "ahead to an event"),
 )
 TIME_ACTIONS = ("pause", "faster", "seek", "event")
 # Refused with a reason, and hidden from the footer.
@@ -92,15 +94,17 @@ class ReplayBar(Widget):
 class ReplayApp(CockpitApp):
     BINDINGS: ClassVar[list[BindingType]] = [
         *(
-            Binding(keys, action, name, keys == "space", priority=True, tooltip=f"Replay: {tip}")
+            replace(hidden(keys, action, name, f"Replay: {tip}"), priority=True)
             for keys, action, name, tip in TIME_KEYS
         ),
-        Binding("d,q", "ask_quit", "Leave", tooltip="Leave the replay"),
+        Binding("q,d", "ask_quit", "Leave", tooltip="Leave the replay"),
         *(
             Binding(*keys, show=False, tooltip="Refused: this run has ended")
             for keys in REFUSED_KEYS
         ),
     ]
+
+    always = ("pause", "ask_quit", "help")
 
     def __init__(self, replay: Replay) -> None:
         run = replay.recording.run

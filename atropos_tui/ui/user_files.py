@@ -44,6 +44,16 @@ def choices_file() -> Path:
     return Path(platformdirs.user_config_dir("atropos-tui")) / "screen.json"
 
 
+def key_file() -> Path:
+    """Return the file with the user's keys and commands."""
+    return choices_file().with_name("keys.toml")
+
+
+def is_folded() -> bool:
+    """Return True if the table of components is folded."""
+    return read_json(choices_file()).get("folded") is True
+
+
 def theme() -> str:
     """Return the chosen theme, if any."""
     return str(read_json(choices_file()).get("theme") or "")
@@ -65,7 +75,9 @@ def charts() -> Charts:
     )
 
 
-def keep(*, theme: str | None = None, charts: Charts | None = None) -> None:
+def keep(
+    *, theme: str | None = None, charts: Charts | None = None, folded: bool | None = None
+) -> None:
     """Store a choice for later screens."""
     # Read first: another screen may have written the other keys.
     chosen = read_json(choices_file())
@@ -73,6 +85,8 @@ def keep(*, theme: str | None = None, charts: Charts | None = None) -> None:
         chosen["theme"] = theme
     if charts is not None:
         chosen["charts"] = asdict(charts)
+    if folded is not None:
+        chosen["folded"] = folded
     with contextlib.suppress(OSError):
         choices_file().parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_private(choices_file(), json.dumps(chosen, indent=2) + "\n")

@@ -8,21 +8,24 @@ from typing import NamedTuple
 
 from textual.app import ComposeResult
 from textual.containers import Horizontal
+from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Static
 
+from atropos_tui.ui import user_files
 from atropos_tui.ui.commands import CommandApp
-from atropos_tui.ui.widgets.bars import CommandBar, Keys, SearchBar, ViewsLine
+from atropos_tui.ui.widgets.bars import CommandBar, FoldedComponents, SearchBar, ViewsLine
 from atropos_tui.ui.widgets.benchmark import AlignmentPanel, Benchmark, Summary
 from atropos_tui.ui.widgets.components import Components
 from atropos_tui.ui.widgets.curves import Chart, ChartGrid
 from atropos_tui.ui.widgets.details import Details, StepPanel
 from atropos_tui.ui.widgets.events import Events
+from atropos_tui.ui.widgets.footer import Footer
 from atropos_tui.ui.widgets.header import Header, Notices
 from atropos_tui.ui.widgets.legend import RunsLegend
 from atropos_tui.ui.widgets.log_view import LogView
 from atropos_tui.ui.widgets.machine import MachinePanel, Nodes
-from atropos_tui.ui.widgets.panel import Panel, View
+from atropos_tui.ui.widgets.panel import Guarded, Panel, View
 from atropos_tui.ui.widgets.rollouts import RolloutDetail, Rollouts
 
 # Seconds between two draws: of changes, and of curves.
@@ -71,17 +74,20 @@ VIEWS = {
     "benchmark": ViewSpec(
         "Benchmark",
         "Where the time goes; the summary, beside other runs",
+        Benchmark,
         panels=lambda: [Benchmark(), Summary()],
         short="Bench",
     ),
     "machine": ViewSpec(
         "Machine",
         "GPUs, or the host's memory and CPU; the nodes",
+        MachinePanel,
         panels=lambda: [Nodes(), MachinePanel()],
     ),
     "alignment": ViewSpec(
         "Alignment",
         "Trainer against engine: logprobs, KL, verdict",
+        Chart,
         panels=lambda: [AlignmentPanel(), ChartGrid(*ALIGNMENT, columns="two")],
         short="Align",
     ),
@@ -101,6 +107,7 @@ NUMBERLESS = {ENLARGED: _ONE_CHART}
 def compose_screen() -> ComposeResult:
     yield Header()
     yield Notices()
+    yield FoldedComponents()
     with Horizontal(id="top"):
         yield Components()
         yield MachinePanel(id="machine")
@@ -127,7 +134,7 @@ def compose_screen() -> ComposeResult:
     yield SearchBar()
     yield CommandBar()
     yield ViewsLine({name: (view.title, view.short or view.title) for name, view in VIEWS.items()})
-    yield Keys()
+    yield Footer()
     yield Static("the terminal is too small:\n40 × 12 shows something, 80 × 24 all", id="too-small")
 
 
@@ -135,8 +142,12 @@ def view_spec(name: str) -> ViewSpec:
     return VIEWS.get(name) or NUMBERLESS[name]
 
 
-def arrange(root: Widget, name: str) -> None:
-    """Show the panels of a view and hide the others."""
+def arrange(root: Widget, name: str, *, folded: bool) -> None:
+    """Show the panels of a view and hide the others.
+
+    Args:
+        folded: show one line instead of the table of components.
+    """
     # Set `display` widget by widget: a class on the screen would restyle all widgets, which takes a
     # quarter of a second. In the overview the style sheet decides by the size of the terminal, so
     # inline rules are cleared.
@@ -149,7 +160,34 @@ def arrange(root: Widget, name: str) -> None:
         _display(own, True if own.id == f"view-{name}" else None)
     _display(root.query_one("#top"), False if name == ENLARGED else None)
     # The machine view shows the same figures in its own panel.
-    _display(root.query_one("#machine"), False if name == "machine" else None)
+    _display(root.query_one("#machine"), False if folded or name == "machine" else None)
+    _display(root.query_one(Components), False if folded else None)
+    _display(root.query_one(FoldedComponents), True if folded and name != ENLARGED else None)
+
+
+def isolate(root: Widget, panel: Widget) -> None:
+    """Give a panel the whole screen; header, views and keys stay."""
+    for node in panel.ancestors_with_self:
+        if not isinstance(node, Widget) or node is root or not isinstance(node.parent, Widget):
+            break
+        node.add_class("-alone")
+        for other in node.parent.children:
+            if other is not node and (node.parent is not root or _is_row(other)):
+                other.add_class("-beside")
+                _display(other, False)
+    _display(root.query_one(FoldedComponents), False)
+
+
+def rejoin(root: Widget) -> None:
+    """Undo `isolate`; `arrange` comes next."""
+    for node in root.query(".-alone, .-beside"):
+        if node.has_class("-beside"):
+            _display(node, None)
+        node.remove_class("-alone", "-beside")
+
+
+def _is_row(widget: Widget) -> bool:
+    return widget.id == "top" or widget.has_class("overview") or widget.has_class("view")
 
 
 def _display(widget: Widget, shown: bool | None) -> None:
@@ -170,6 +208,11 @@ def visible(root: Widget) -> Iterator[Widget]:
         if child.display or (isinstance(child, Panel) and child.hides_itself):
             yield child
             yield from visible(child)
+
+
+def _panel_of(widget: Widget) -> Widget | None:
+    nodes = (node for node in widget.ancestors_with_self if isinstance(node, Guarded))
+    return next(nodes, None)
 
 
 class Painter:
@@ -229,31 +272,79 @@ class Navigator:
         self.name = "overview"
         self._before: list[str] = []
         self._enlarged: Chart | None = None
+        # The panel that has the whole screen.
+        self.alone: Widget | None = None
+        self.folded = user_files.is_folded()
 
     def open(self, name: str) -> None:
         """Show a view; the overview forgets the way back."""
         if (main := self._app.main) is None:
             return
+        self._join(main)
         if name != self.name:
             self._before = [*self._before, self.name] if name != "overview" else []
         self.name = name
         main.query_one(ViewsLine).highlight(name)
         before = set(visible(main))
-        arrange(main, name)
+        arrange(main, name, folded=self.folded)
         if name == "rollouts":
             main.query_one(Rollouts).point()
-        kind = view_spec(name).focus
-        shown = (widget for widget in visible(main) if isinstance(widget, kind))
-        next(shown, main.query_one(kind)).focus()
-        # Now, or the old panels are painted once more before the layout.
-        main.refresh(layout=True)
-        self._painter.draw([widget for widget in visible(main) if widget not in before])
+        self._focus(main)
+        self._draw_new(main, before)
         if name == "events" and (diagnosis := main.query_one(Notices).diagnosis):
             main.query_one(Events).point(diagnosis)
 
+    def _focus(self, main: Screen[object]) -> None:
+        # The panel of the view, otherwise the first one: the table may be folded.
+        shown = [widget for widget in visible(main) if widget.display and widget.focusable]
+        kind = view_spec(self.name).focus
+        if found := [widget for widget in shown if isinstance(widget, kind)] or shown:
+            found[0].focus()
+
+    def _draw_new(self, main: Screen[object], before: set[Widget]) -> None:
+        # Now, or the old panels are painted once more before the layout.
+        main.refresh(layout=True)
+        self._painter.draw([widget for widget in visible(main) if widget not in before])
+
+    def zoom(self) -> None:
+        """Give the focused panel the whole screen, or end that."""
+        main, focused = self._app.main, self._app.focused
+        if main is None or focused is None:
+            return
+        before, was_alone = set(visible(main)), self._join(main)
+        if was_alone is None and (panel := _panel_of(focused)):
+            self.alone = panel
+            isolate(main, panel)
+            panel.refresh(layout=True)
+        self._draw_new(main, before)
+
+    def _join(self, main: Screen[object]) -> Widget | None:
+        # Returns the panel that had the whole screen.
+        alone, self.alone = self.alone, None
+        if alone is not None:
+            rejoin(main)
+            arrange(main, self.name, folded=self.folded)
+        return alone
+
+    def fold(self) -> None:
+        """Fold the table of components into one line, or unfold it; for later screens too."""
+        if (main := self._app.main) is None:
+            return
+        before = set(visible(main))
+        self._join(main)
+        self.folded = not self.folded
+        user_files.keep(folded=self.folded)
+        arrange(main, self.name, folded=self.folded)
+        focused = self._app.focused
+        if focused is None or not focused.display or focused not in set(visible(main)):
+            self._focus(main)
+        self._draw_new(main, before)
+
     def back(self) -> None:
-        """Return to the view before, if there is one."""
-        if self._before:
+        """End the whole screen of a panel, else return to the view before, if there is one."""
+        if self.alone is not None:
+            self.zoom()
+        elif self._before:
             *before, name = self._before
             self.open(name)
             self._before = before  # `open` has just added the view that was left

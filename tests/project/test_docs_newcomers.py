@@ -12,9 +12,12 @@ from textual.binding import Binding
 from textual.dom import DOMNode
 from textual.keys import format_key
 
+from atropos_tui.monitor import glossary
 from atropos_tui.ui.app import CockpitApp
+from atropos_tui.ui.keymap import bindings_of, kinds_with_keys
 from atropos_tui.ui.replay import ReplayApp
 from atropos_tui.ui.widgets.bars import SearchBar
+from atropos_tui.ui.widgets.components import Components
 from atropos_tui.ui.widgets.curves import Chart
 from atropos_tui.ui.widgets.details import Details
 from atropos_tui.ui.widgets.events import Events
@@ -36,29 +39,49 @@ PLACES: dict[str, type[DOMNode]] = {
 }
 
 
-def keys_of(kind: type[DOMNode]) -> dict[str, str]:
-    """Return the keys of each action of a class, with its description."""
-    found: dict[str, list[str]] = {}
+def keys_of(kind: type[DOMNode]) -> dict[tuple[str, str], str]:
+    """Return the keys of each action of a class, by description and name in the key file."""
+    found: dict[tuple[str, str], list[str]] = {}
     for binding in Binding.make_bindings(vars(kind)["BINDINGS"]):
-        found.setdefault(binding.tooltip or binding.description, []).append(
-            f"`{format_key(binding.key)}`"
-        )
-    return {" ".join(keys): about for about, keys in found.items()}
+        about = binding.tooltip or binding.description, binding.id or ""
+        found.setdefault(about, []).append(f"`{format_key(binding.key)}`")
+    return {about: " ".join(keys) for about, keys in found.items()}
 
 
 def keys_document() -> str:
-    """Return `docs/keys.md` below its first paragraph."""
+    """Return `docs/keys.md` from its first section on."""
     parts = []
     for place, kind in PLACES.items():
-        rows = "".join(f"| {keys} | {about} |\n" for keys, about in keys_of(kind).items())
-        parts.append(f"## {place}\n\n| key | |\n|---|---|\n{rows}")
+        rows = "".join(
+            f"| {keys} | {about} | {f'`{name}`' if name else ''} |\n"
+            for (about, name), keys in keys_of(kind).items()
+        )
+        parts.append(f"## {place}\n\n| key | | action |\n|---|---|---|\n{rows}")
     return "\n".join(parts)
+
+
+def test_every_class_with_keys_has_its_section() -> None:
+    assert {*PLACES.values(), Components} >= set(kinds_with_keys())
+
+
+def test_an_action_s_name_stands_for_one_action_of_a_class() -> None:
+    for kind in PLACES.values():
+        actions: dict[str, set[str]] = {}
+        for binding in bindings_of(kind):
+            actions.setdefault(binding.id or binding.action, set()).add(binding.action)
+        assert all(len(found) == 1 for found in actions.values())
 
 
 def test_the_keys_of_the_screen_are_those_in_the_document() -> None:
     text = (DOCS / "keys.md").read_text()
     assert text[text.index("## ") :] == keys_document(), (
         "python -m tests.project.test_docs_newcomers prints it"
+    )
+
+
+def test_the_glossary_is_that_of_the_screen() -> None:
+    assert (DOCS / "concepts/glossary.md").read_text() == glossary.document(), (
+        "python -m atropos_tui.monitor.glossary prints it"
     )
 
 

@@ -1,6 +1,7 @@
 """TOML of the documents: complete profiles are valid, and parts of one use only keys that exist.
 
-A block is a complete profile, unless its fence says `title="part of a profile"`.
+A block is a complete profile, unless its fence says `title="part of a profile"`, or names the key
+file of the screen.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import pytest
 from atropos_tui.cli.main import run
 from atropos_tui.errors import UserError
 from atropos_tui.profile.sections import load_profile
+from atropos_tui.ui.app import CockpitApp
+from atropos_tui.ui.keymap import kinds_with_keys, read_key_file
 from tests.project.test_docs import DOCUMENTS, ROOT
 
 BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]*)\")?\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PART = "part of a profile"
+KEY_FILE = "keys.toml"
 SCRIPT = re.compile(r"^script = \"(\w+\.py)\"", re.MULTILINE)
 HARDWARE = "8xH100"
 """GPUs of each machine that the documents speak of."""
@@ -75,7 +79,16 @@ def test_a_complete_profile_is_valid(
     assert code == 0, printed.out + printed.err
 
 
-@pytest.mark.parametrize("block", [one for one in TOML if one.title], ids=str)
+@pytest.mark.parametrize("block", [one for one in TOML if one.title == KEY_FILE], ids=str)
+def test_a_key_file_has_no_wrong_entry(block: Block, folder: Path) -> None:
+    (folder / KEY_FILE).write_text(block.text)
+    kinds = kinds_with_keys()
+    assert CockpitApp in kinds
+    found = read_key_file(folder / KEY_FILE, kinds)
+    assert not found.problems and found.keys and found.commands
+
+
+@pytest.mark.parametrize("block", [one for one in TOML if one.title not in ("", KEY_FILE)], ids=str)
 def test_a_part_of_a_profile_has_only_keys_that_exist(block: Block, folder: Path) -> None:
     assert block.title == PART
     path = folder / "part.toml"

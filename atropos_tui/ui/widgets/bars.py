@@ -1,15 +1,14 @@
-"""Lines below the panels: search bar, pending commands, list of views, footer."""
+"""Single lines: search bar, pending commands, folded components, list of views."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
 from rich.text import Text
 from textual import events
 from textual.app import ComposeResult, RenderResult
 from textual.containers import Horizontal
-from textual.widgets import Footer, Input, Label
-from textual.widgets._footer import FooterKey
+from textual.widgets import Input, Label
 
 from atropos_common.protocol.control import Recipe
 from atropos_common.protocol.records import CommandRecord
@@ -43,6 +42,7 @@ class SearchBar(Horizontal):
     """
 
     BINDINGS = [hidden("escape", "drop", "Drop the search")]  # noqa: RUF012
+    best = ("drop",)
 
     def __init__(self) -> None:
         super().__init__(id="search")
@@ -178,26 +178,28 @@ class CommandBar(TextPanel):
         return line
 
 
-class Keys(Footer):
-    """Footer that rebuilds its keys only when they change."""
+class FoldedComponents(TextPanel):
+    """One line instead of the table of components: the state of each."""
 
-    _offered: object = None
-    idle: Callable[[], Collection[str]] = staticmethod(tuple)
-    """Actions that would be refused now; their keys are hidden."""
+    DEFAULT_CLASSES = ""
+    DEFAULT_CSS = """
+    FoldedComponents { height: 1; padding: 0 1; display: none; }
+    """
 
-    async def recompose(self) -> None:
-        # Textual calls this at every change of focus; it took a sixth of the time of a key press.
-        active = self.screen.active_bindings.values()
-        found = [(one.binding, one.enabled) for one in active if one.binding.show]
-        if (found, idle := self.idle()) != self._offered:
-            self._offered = (found, idle)
-            await super().recompose()
+    def __init__(self) -> None:
+        super().__init__(id="folded")
 
-    def compose(self) -> ComposeResult:
-        idle = self.idle()
-        for key in super().compose():
-            if not (isinstance(key, FooterKey) and key.action in idle):
-                yield key
+    def lines(self, view: View, width: int, height: int) -> list[Text]:
+        line = Text(no_wrap=True, end="")
+        for row in view.rows:
+            words, tone = state_text(row.state)
+            is_here = row.name == view.selected
+            line.append("  " if line else "").append(words.split()[0], self.style(tone))
+            line.append(f" {one_line(row.name)}", self.style("title" if is_here else "dim"))
+        return [line]
+
+    async def on_click(self) -> None:
+        await self.app.run_action("fold")
 
 
 class ViewsLine(TextPanel):

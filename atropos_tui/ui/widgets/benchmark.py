@@ -41,7 +41,7 @@ def verdict_text(alignment: AlignmentRecord) -> tuple[str, str]:
     return f"{glyph} {alignment.verdict}", tone
 
 
-class AlignmentPanel(TextPanel):
+class AlignmentPanel(TextPanel, can_focus=True):
     """Newest alignment record in words."""
 
     SCOPED_CSS = False
@@ -118,7 +118,7 @@ def fix_of(view: View) -> str:
     return found[-1].fix if found else ""
 
 
-class Benchmark(TextPanel):
+class Benchmark(TextPanel, can_focus=True):
     """Live figures over the newest steps."""
 
     SCOPED_CSS = False

@@ -79,6 +79,16 @@ class Components(DataTable[Text], Panel):
         ),
     ]
 
+    best = (
+        "app.act('restart')",
+        "app.stop_or_start",
+        "app.act('kill')",
+        "app.view('component')",
+        "app.last_words",
+    )
+    # Folded, it must know the states that its keys act on.
+    hides_itself = True
+
     @dataclass(eq=False)
     class Selected(Message):
         """The cursor moved; `by_user`: by a key or the mouse."""

@@ -93,14 +93,21 @@ class Chart(Panel, can_focus=True):
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        hidden("left,h", "cursor(-1)", "Cursor", "Charts: read the values at the previous point"),
-        hidden("right", "cursor(1)", "Cursor", "Charts: read the values at the next point"),
-        hidden("shift+left", "cursor(-10)", "Cursor", "Charts: ten points back"),
-        hidden("shift+right", "cursor(10)", "Cursor", "Charts: ten points ahead"),
+        hidden(
+            "left,h",
+            "cursor(-1)",
+            "Previous point",
+            "Charts: read the values at the previous point",
+        ),
+        hidden("right", "cursor(1)", "Next point", "Charts: read the values at the next point"),
+        hidden("shift+left", "cursor(-10)", "Ten back", "Charts: ten points back"),
+        hidden("shift+right", "cursor(10)", "Ten ahead", "Charts: ten points ahead"),
         hidden("plus,equals_sign", "zoom(1)", "Nearer", "Charts: zoom in, around the cursor"),
         hidden("minus", "zoom(-1)", "Farther", "Charts: zoom out"),
-        hidden("less_than_sign,comma", "pan(-1)", "Pan", "Charts: move the window back"),
-        hidden("greater_than_sign,full_stop", "pan(1)", "Pan", "Charts: move the window ahead"),
+        hidden("less_than_sign,comma", "pan(-1)", "Window back", "Charts: move the window back"),
+        hidden(
+            "greater_than_sign,full_stop", "pan(1)", "Window ahead", "Charts: move the window ahead"
+        ),
         hidden("w", "window", "Newest", "Charts: the newest 200 steps, 50 steps, or all"),
         hidden(
             "W",
@@ -131,6 +138,8 @@ class Chart(Panel, can_focus=True):
             "Charts: remove the cursor, the window, the full screen, in this order",
         ),
     ]
+
+    best = ("enlarge", "smooth", "along", "ask('rollouts')", "app.compare")
 
     view: reactive[View | None] = reactive(None, layout=False)
 

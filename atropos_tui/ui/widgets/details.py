@@ -45,6 +45,7 @@ class Details(VerticalScroll, Panel):
     BINDINGS: ClassVar[list[BindingType]] = [
         hidden("y", "copy", "Copy", "Component: copy all lines, with the command")
     ]
+    best = ("copy", "app.last_words", "app.zoom")
 
     def __init__(self) -> None:
         super().__init__(id="details")

@@ -31,6 +31,8 @@ class Events(Listing[Event]):
         hidden("y", "copy", "Copy", "Events: copy the event, with evidence and fix"),
     ]
 
+    best = ("choose", "go", "app.search", "copy", "app.zoom")
+
     @dataclass(eq=False)
     class Asked(Message):
         component: str

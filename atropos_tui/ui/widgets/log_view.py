@@ -44,8 +44,8 @@ class LogView(ScrollView, Guarded, can_focus=True):
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        hidden("k", "scroll_up", "Scroll Up"),
-        hidden("j", "scroll_down", "Scroll Down"),
+        hidden("k", "scroll_up", "Up"),
+        hidden("j", "scroll_down", "Down"),
         hidden("end,G", "follow_end", "End", "Log: jump to the newest line and follow"),
         hidden("home,g", "top", "Top", "Log: jump to the oldest line kept"),
         hidden("n", "find(1)", "Next match", "Log: next match of the search"),
@@ -65,6 +65,8 @@ class LogView(ScrollView, Guarded, can_focus=True):
         hidden("x", "clear", "Clear", "Log: clear the view; the file keeps all lines"),
         hidden("o", "app.open_log", "Open", "Log: open the file in $EDITOR"),
     ]
+
+    best = ("app.search", "app.filter_log", "level", "error(1)", "app.follow")
 
     following: reactive[bool] = reactive(True)
 

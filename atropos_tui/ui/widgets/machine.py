@@ -48,7 +48,7 @@ def _shares(gpu: GpuStatus) -> str:
     return ""
 
 
-class MachinePanel(TextPanel):
+class MachinePanel(TextPanel, can_focus=True):
     """One group of lines per GPU, or for the host."""
 
     SCOPED_CSS = False
@@ -137,7 +137,7 @@ class MachinePanel(TextPanel):
         return [*lines, self._history("  past", load, width)]
 
 
-class Nodes(TextPanel):
+class Nodes(TextPanel, can_focus=True):
     """Two lines per node: its figures, its components."""
 
     hides_itself = True
@@ -152,7 +152,7 @@ class Nodes(TextPanel):
 
     def show(self, view: View) -> None:
         nodes = view.status.nodes if view.status else []
-        self.display = len(nodes) > 1
+        self.display = len(nodes) > 1 and not self.has_class("-beside")
         self.set_title(title("Nodes", (str(len(nodes)), "quiet")))
         super().show(view)
 

@@ -34,6 +34,7 @@ from atropos_tui.monitor.run.series import Series
 from atropos_tui.monitor.run.state import RunState
 from atropos_tui.monitor.verdict import Verdict, verdict
 from atropos_tui.ui import user_files
+from atropos_tui.ui.keymap import action_id
 from atropos_tui.ui.theme import named_style
 
 Choice = TypeVar("Choice")
@@ -45,8 +46,8 @@ def after(now: Choice, choices: Sequence[Choice]) -> Choice:
 
 
 def hidden(keys: str, action: str, name: str, tip: str = "") -> Binding:
-    """Return a binding outside of the footer; help and palette show `tip`."""
-    return Binding(keys, action, name, show=False, tooltip=tip)
+    """Return a binding with a name in the key file; help and palette show `tip`."""
+    return Binding(keys, action, name, show=False, tooltip=tip, id=action_id(name, tip))
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +134,8 @@ class View:
 class Guarded(Widget):
     """Widget that shows its own error in one line."""
 
+    best: ClassVar[tuple[str, ...]] = ("app.zoom",)
+    """Actions whose keys the footer shows while the panel has the focus, the best first."""
     failure: str = ""
     """Reason why it cannot be drawn."""
 

@@ -74,6 +74,7 @@ class Rollouts(Listing[RolloutRow]):
     ]
 
     head = 1
+    best = ("app.search", "only", "order", "diff", "app.zoom")
 
     @dataclass(eq=False)
     class Pointed(Message):

@@ -8,7 +8,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from textual.widgets._footer import FooterKey
 
 from atropos_common.protocol.control import GpuStatus, RunStatus
 from atropos_common.protocol.records import CommandRecord
@@ -16,6 +15,7 @@ from atropos_common.system.run_dir import RunDir
 from atropos_tui.monitor.run.run_files import LONG_BYTES, RecordBatch, RunFeed
 from atropos_tui.ui.app import CockpitApp
 from atropos_tui.ui.widgets.bars import CommandBar
+from atropos_tui.ui.widgets.footer import Footer
 from tests.atropos_tui.ui.conftest import Screen, cockpit
 from tests.atropos_tui.ui.fakes import FakeControl
 from tests.support.run_maker import T0, gauges, live_status, make_run, write_records
@@ -153,21 +153,19 @@ async def test_a_long_run_shows_how_it_stands_before_its_history_is_read(
 
 
 def footer(screen: Screen) -> list[str]:
-    return [str(key.description) for key in screen.app.query(FooterKey)]
+    return [offer.words for offer in screen.app.query_one(Footer).offers]
 
 
 async def test_keys_that_can_do_nothing_are_not_offered(run: RunDir) -> None:
     control = FakeControl(live_status(run, T0))
     async with cockpit(run, (120, 35), control, lambda: T0) as screen:
         await screen.until(
-            lambda: {"Restart", "Stop/start", "Kill", "Detach", "Quit"} <= set(footer(screen))
+            lambda: {"Restart", "Stop/start", "Kill", "Quit", "Help"} <= set(footer(screen))
         )
         control.answer = None
         await screen.until(lambda: screen.app.is_over)
-        await screen.until(lambda: {"Search", "Quit", "Help"} <= set(footer(screen)))
-        await screen.until(
-            lambda: not {"Restart", "Stop/start", "Kill", "Detach"} & set(footer(screen))
-        )
+        await screen.until(lambda: not {"Restart", "Stop/start", "Kill"} & set(footer(screen)))
+        assert {"Open", "Last words", "Quit", "Help"} <= set(footer(screen))
         assert not any(
             "Restart " in command.title
             for command in screen.app.get_system_commands(screen.app.screen)

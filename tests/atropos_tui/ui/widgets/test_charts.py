@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from textual import events
-from textual.widgets._footer import FooterKey
+from textual.app import RenderResult
 
 from atropos_common.protocol.records import DiagnosisRecord
 from atropos_common.system.run_dir import RunDir
@@ -22,6 +22,7 @@ from atropos_tui.ui.dialogs import ChooseCurvesDialog, ChooseRunsDialog
 from atropos_tui.ui.views import ENLARGED
 from atropos_tui.ui.widgets.curves import Chart
 from atropos_tui.ui.widgets.events import Events
+from atropos_tui.ui.widgets.footer import Footer, Offer
 from atropos_tui.ui.widgets.log_view import LogView
 from atropos_tui.ui.widgets.rollouts import Rollouts
 from tests.atropos_tui.ui.conftest import Screen, cockpit
@@ -277,11 +278,25 @@ async def test_what_is_copied_travels_encoded(run: RunDir, monkeypatch: pytest.M
         }, rollout
 
 
-async def test_the_footer_is_made_anew_only_where_it_offers_other_keys(run: RunDir) -> None:
+async def test_the_footer_is_drawn_again_only_where_it_offers_other_keys(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[list[Offer]] = []
+    render = Footer.render
+
+    def counted(footer: Footer) -> RenderResult:
+        drawn.append(footer.offers)
+        return render(footer)
+
+    monkeypatch.setattr(Footer, "render", counted)
     async with cockpit(run, (160, 50), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows("Restart")
-        keys = list(screen.app.query(FooterKey))
-        for key in "231":
-            await screen.press(key)
-            await screen.pilot.pause(0.2)
-        assert keys and list(screen.app.query(FooterKey)) == keys
+        await screen.press("2")
+        await screen.shows("Smooth")
+        drawn.clear()
+        await screen.press("tab", "m", "tab")
+        await screen.pilot.pause(0.2)
+        assert not drawn
+        await screen.press("3")
+        await screen.shows("Next error")
+        assert drawn
