@@ -175,12 +175,12 @@ async def test_keys_that_can_do_nothing_are_not_offered(run: RunDir) -> None:
         await screen.shows("this run has ended")
 
 
-async def test_a_screen_that_only_shows_offers_to_detach_and_not_to_act(run: RunDir) -> None:
+async def test_a_screen_that_only_shows_offers_to_quit_and_not_to_act(run: RunDir) -> None:
     app = CockpitApp(run.root, control=FakeControl(live_status(run, T0)), clock=lambda: T0)
     app.read_only = True
     async with app.run_test(size=(120, 35)) as pilot:
         screen = Screen(app, pilot)
-        await screen.until(lambda: "Detach" in footer(screen) and "Restart" not in footer(screen))
+        await screen.until(lambda: "Quit" in footer(screen) and "Restart" not in footer(screen))
 
 
 async def test_a_log_without_lines_says_so(run: RunDir) -> None:

@@ -107,7 +107,7 @@ async def test_everything_that_matters_is_on_the_screen(run: RunDir, size: tuple
         ]
         expected += ["prepare", "run-api", "vllm", "env", "trainer", "40014", "1.5 GB", "61%"]
         expected += ["Reward", "0.937", "held-out 0.588", "|diff|", "0.012", "probe 5.1e-07", "Log"]
-        expected += ["r Restart", "s Stop/start", "K Kill", "d Detach", "q Quit", "? Help"]
+        expected += ["r Restart", "s Stop/start", "K Kill", "q Quit", "? Help"]
         if size[0] >= 160:
             expected += ["Benchmark", "wait", "tokens/s", "✔ ok", "Rollouts", "answer ← question"]
         for words in expected:
