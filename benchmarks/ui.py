@@ -208,7 +208,7 @@ def attach(folder: Path) -> dict[str, float]:
     found: list[tuple[float, float, float]] = []
     for turn in range(1 + ATTACHES):  # the first one only brings code and files into memory
         with screen_of(folder, f"attach{turn}", HISTORY_STEPS, flood=False) as (_, screen):
-            shown = screen.wait(f"step {HISTORY_STEPS + 1} is overdue".encode()) - screen.began
+            shown = screen.wait(f"no step {HISTORY_STEPS + 1} for".encode()) - screen.began
             found.append((shown, screen.cpu_s(), screen.memory_mb()))
     seconds, cpu, memory = (statistics.median(values) for values in zip(*found[1:], strict=True))
     worst = max(shown for shown, *_ in found[1:])
@@ -224,7 +224,7 @@ def keys(folder: Path) -> dict[str, float]:
     """CPU that each key takes until the screen is at rest again, without a flood, in the mean."""
     found: dict[str, float] = {}
     with screen_of(folder, "keys", 400, flood=False) as (_, screen):
-        screen.wait(b"step 401 is overdue")
+        screen.wait(b"no step 401 for")
         time.sleep(3)
         for _ in range(PRESSES):
             for key, words in KEYS:
@@ -240,7 +240,7 @@ def keys(folder: Path) -> dict[str, float]:
 
 def idle(folder: Path) -> dict[str, float]:
     with screen_of(folder, "idle", 100, flood=False) as (_, screen):
-        screen.wait(b"step 101 is overdue")
+        screen.wait(b"no step 101 for")
         time.sleep(3)
         before, began = screen.cpu_s(), time.monotonic()
         time.sleep(IDLE_S)
@@ -256,7 +256,7 @@ def rest(folder: Path) -> dict[str, float]:
             run,
             screen,
         ):
-            screen.wait(b"101 is overdue")
+            screen.wait(b"no step 101 for")
             found[f"rest_{columns}x{rows}_bytes_per_s"] = bytes_per_s(screen)
         over = Screen(run.root, columns, rows)
         try:
@@ -276,7 +276,7 @@ def bytes_per_s(screen: Screen) -> float:
 
 def flood(folder: Path, seconds: float) -> dict[str, float]:
     with screen_of(folder, "flood", 100, flood=True) as (run, screen):
-        screen.wait(b"step 101 is overdue")
+        screen.wait(b"no step 101 for")
         screen.write(b"[" * 3 + b"]")  # the log of the child that prints
         telemetry = Telemetry(run, 101)
         time.sleep(3)
@@ -333,7 +333,7 @@ def long(folder: Path) -> dict[str, float]:
     half."""
     rng, found = random.Random(1), {}
     with screen_of(folder, "long", 100, flood=False) as (run, screen):
-        screen.wait(b"step 101 is overdue")
+        screen.wait(b"no step 101 for")
         step = 100
         for goal in LONG_STEPS:
             while step < goal:

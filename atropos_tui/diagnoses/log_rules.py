@@ -365,7 +365,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         "404 on /generate: this server has no such route",
         "leave out `command` under [vllm] (stock vLLM has only /v1; python -m vllm_server "
         "has /generate with "
-        "logprobs), and leave out openai.base_url, it is derived",
+        "logprobs), and leave out openai.base_url, which atropos-tui sets",
         (
             LogPattern('"POST /generate HTTP/1.1" 404'),
             LogPattern("/generate has no such route"),

@@ -17,7 +17,14 @@ from atropos_common.protocol.control import (
 from atropos_common.protocol.records import DiagnosisRecord
 from atropos_tui.diagnoses import gravest_first
 from atropos_tui.monitor.bench import pace
-from atropos_tui.monitor.format import clock, counted, duration, glyph_and_word, one_line
+from atropos_tui.monitor.format import (
+    clock,
+    counted,
+    duration,
+    glyph_and_word,
+    one_line,
+    seconds_text,
+)
 from atropos_tui.monitor.run.run_files import PlannedComponent, RunInfo, is_crashed
 from atropos_tui.monitor.run.state import RunState
 
@@ -299,14 +306,16 @@ def silent_s(state: RunState, now: float) -> float | None:
 
 
 def overdue(state: RunState, status: RunStatus, now: float) -> str:
-    """Describe the overdue step and the components that are down, if any."""
+    """Describe the step that does not come, and the components that are down, if any."""
     silent = silent_s(state, now) if state.step else None
     if silent is None:
         return ""
     down = (State.STOPPED, State.FAILED, State.UNHEALTHY)
     away = [row.name for row in status.components if row.state in down]
     cause = f", {', '.join(away)} not running" if away else ""
-    return f"step {state.step + 1} is overdue: silent for {duration(silent)}{cause}"
+    usual = pace(state, None).step_s
+    measure = f" (usual: {seconds_text(usual)})" if usual else ""
+    return f"no step {state.step + 1} for {duration(silent)}{measure}{cause}"
 
 
 def open_diagnoses(state: RunState, status: RunStatus) -> list[DiagnosisRecord]:

@@ -499,8 +499,9 @@ def _killed(stack: StackSpec, spec: ComponentSpec, touched: list[str]) -> Recipe
     policy = spec.restart
     if restarts_after_crash(spec):
         stopped, start = touched, touched
-        ends = f"crash {policy.max_restarts + 1} within {policy.window_s:g} s ends the run."
-        note = f"Counts as a crash; {ends} {_why(spec, set(touched))}".rstrip()
+        many = policy.max_restarts + 1
+        ends = f"The run ends at {many} crashes within {policy.window_s:g} s."
+        note = f"Counts as a crash. {ends} {_why(spec, set(touched))}".rstrip()
     else:
         stopped, start = [part.name for part in stack.components], []
         rule = "is never" if policy.policy == "never" else "allows no restart"

@@ -460,7 +460,7 @@ def _derived(profile: Profile) -> list[Problem]:
     sections += [("env", f"env.{index}", list(part.args)) for index, part in enumerate(profile.env)]
     return [
         Problem(
-            "is derived",
+            "is set by atropos-tui",
             f"set {instead} instead" if instead else "remove it",
             key=f"{key}.args.{word}",
         )

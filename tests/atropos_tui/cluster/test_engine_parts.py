@@ -236,14 +236,14 @@ def test_an_engine_that_fits_a_machine_is_what_it_was() -> None:
             {"tensor_parallel": 16, "args": {"nnodes": 2}},
             {},
             "vllm.args.nnodes",
-            "is derived",
+            "is set by atropos-tui",
             "vllm.machines",
         ),
         (
             {"tensor_parallel": 16, "args": {"headless": True}},
             {},
             "vllm.args.headless",
-            "is derived",
+            "is set by atropos-tui",
             "remove it",
         ),
         (

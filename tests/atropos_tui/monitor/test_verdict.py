@@ -361,7 +361,7 @@ def test_a_component_that_was_stopped_by_hand_is_named_with_its_start() -> None:
     silent = [each.model_copy(update={"time": each.time - 60}) for each in STEPS]
     late = said(*silent, *stopped, rows=[row("math", State.STOPPED)], steps=False)
     assert (
-        late.what == "math stopped by hand: step 38 is overdue: silent for 1:01, math not running"
+        late.what == "math stopped by hand: no step 38 for 1:01 (usual: 1.00 s), math not running"
     )
     crashed = said(*stopped[1:], rows=[row("math", State.STOPPED)])
     assert "by hand" not in crashed.text, "nobody asked for it"

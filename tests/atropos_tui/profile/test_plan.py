@@ -405,18 +405,28 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
             "vllm.port",
         ),
         # What is derived
-        ({"vllm": {"args": {"port": 9999}}}, "vllm.0.args.port", "is derived", "set vllm.port"),
-        ({"vllm": {"args": {"host": "0.0.0.0"}}}, "vllm.0.args.host", "is derived", "remove it"),
+        (
+            {"vllm": {"args": {"port": 9999}}},
+            "vllm.0.args.port",
+            "is set by atropos-tui",
+            "set vllm.port",
+        ),
+        (
+            {"vllm": {"args": {"host": "0.0.0.0"}}},
+            "vllm.0.args.host",
+            "is set by atropos-tui",
+            "remove it",
+        ),
         (
             {"vllm": {"args": {"max_model_len": 9}}},
             "vllm.0.args.max_model_len",
-            "is derived",
+            "is set by atropos-tui",
             "vllm.max_model_len",
         ),
         (
             env(**{"openai.base_url": "http://x"}),
             "env.0.args.openai.base_url",
-            "is derived",
+            "is set by atropos-tui",
             "set vllm.port",
         ),
         (

@@ -137,7 +137,7 @@ async def test_a_long_run_shows_how_it_stands_before_its_history_is_read(
             run, (160, 45), FakeControl(live_status(run, now)), lambda: now
         ) as screen:
             await screen.shows("step 450/1000")
-            await screen.shows("step 451 is overdue")
+            await screen.shows("no step 451 for")
             assert "reading the run's history: step 0" in screen.text()
             assert "peak memory" not in screen.text() and not screen.app.loaded, (
                 "of what is not read nothing is said"
