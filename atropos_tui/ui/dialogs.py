@@ -151,24 +151,26 @@ class HelpDialog(TextDialog):
         words: Mapping[str, Mapping[str, str]],
     ) -> None:
         super().__init__("Keys", explanation(keys))
-        self._pages = (("Keys", explanation(keys)), ("Words and marks", explanation(words)))
-        self._page = 0
+        self._first, self._words = self._text, words
+        self._shows_words = False
 
     def on_mount(self) -> None:
-        self._show()
+        self._name_pages()
 
     def action_turn(self) -> None:
-        self._page = 1 - self._page
-        self._show()
+        self._shows_words = not self._shows_words
+        self._text = explanation(self._words) if self._shows_words else self._first
+        self.query_one(".dialog-text", Static).update(self._text)
+        self.query_one("#text", VerticalScroll).scroll_home(animate=False)
+        self._name_pages()
 
-    def _show(self) -> None:
-        heading, self._text = self._pages[self._page]
-        other = "words and marks" if self._page == 0 else "keys"
+    def _name_pages(self) -> None:
+        heading, other = ("Keys", "words and marks")
+        if self._shows_words:
+            heading, other = ("Words and marks", "keys")
         box = self.query_one("#text", VerticalScroll)
         box.border_title = Content(heading)
         box.border_subtitle = f"w {other} · y copies, esc closes"
-        box.scroll_home(animate=False)
-        self.query_one(".dialog-text", Static).update(self._text)
 
 
 def explanation(sections: Mapping[str, Mapping[str, str]]) -> Text:
