@@ -17,7 +17,7 @@ MODEL_TESTS := tests/benchmarks $(addprefix tests/atropos_common/,broadcast mode
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-gpu cuda-driver test test-waiting test-computing test-all test-verifiers test-cluster cluster-tools check language format requirements dist docs lint-image clean
+.PHONY: help install demo demo-gpu cuda-driver test test-waiting test-computing test-all test-verifiers environments test-cluster cluster-tools check language format requirements dist docs lint-image clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -71,6 +71,13 @@ $(VENV)-verifiers/.installed: $(STAMP)
 	  > "$$($(VENV)-verifiers/bin/python -c 'import site; print(site.getsitepackages()[0])')/venv.pth"
 	$(VENV)-verifiers/bin/python -m pip install --quiet --no-compile "verifiers>=0.4,<0.5"
 	@touch $@
+
+$(VENV)-verifiers/.installed-environments: requirements/environments.txt $(VENV)-verifiers/.installed
+	$(VENV)-verifiers/bin/python -m pip install --quiet --no-compile --requirement $<
+	@touch $@
+
+environments: $(VENV)-verifiers/.installed-environments  ## train the environments of benchmarks/environments.toml, three steps each
+	$(VENV)-verifiers/bin/python -m benchmarks.environments
 
 test-verifiers: $(VENV)-verifiers/.installed  ## the tests that need the package verifiers
 	$(VENV)-verifiers/bin/python -m pytest -n0 tests/atropos_envs/test_verifiers.py

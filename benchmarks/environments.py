@@ -3,16 +3,19 @@
     python -m benchmarks.environments [--only PART ...] [--again] [--table]
 
 They are in `environments.toml`. One real stack has many of them, with a tiny chat model on the CPU.
-A record for each is kept in --results. The packages that an environment needs must be in the Python
-that runs this: `python -m pip install 'atropos-tui[verifiers]' reasoning-gym marble-v1`.
+A record for each is kept in --results, so that a broken-off pass goes on. `make environments`
+installs what they need (`requirements/environments.txt`) and runs all.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
+import signal
 import sys
+import time
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -33,6 +36,8 @@ PATIENCE_S = 180.0
 
 def main() -> int:
     options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a stack that runs is taken down
+    until = time.monotonic() + 60 * options.minutes
     results = options.results.resolve()
     known = tomllib.loads(LIST.read_text())["environment"]
     chosen = [
@@ -43,14 +48,17 @@ def main() -> int:
     todo = [each for each in chosen if options.again or not _record(results, each).exists()]
     if todo and not options.table:
         results.joinpath("work").mkdir(parents=True, exist_ok=True)
-        model = make_chat_model(results / "chat-model", ROOT)
+        model = make_chat_model(results / "chat-model", ROOT / "docs")
         turns = [_turn(each) for each in todo]
         waiting = [turn for turn in turns if not _write_if_missing(turn, results)]
         while waiting:
             with machine_lock():
-                left = run_stack(waiting[:A_STACK], results, model)
+                left = run_stack(waiting[:A_STACK], results, model, until=until)
             waiting = [turn for turn in waiting[:A_STACK] if turn in left] + waiting[A_STACK:]
-    rows = [json.loads(_record(results, each).read_text()) for each in chosen]
+            if time.monotonic() > until:
+                break
+    records = [path for each in chosen if (path := _record(results, each)).exists()]
+    rows = [json.loads(path.read_text()) for path in records]
     print(table(rows))
     bad = [
         row for row in rows if row["outcome"] != "trained" and NOT_INSTALLED not in row["reason"]
@@ -111,12 +119,12 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         f"{trained} of {len(rows)} train.",
         "",
-        "| environment | kind | steps | groups | tokens from the engine | worst alignment | |",
+        "| environment | kind | steps | groups | ids as sampled | worst alignment | |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        known, worst = row.get("from_engine"), row.get("alignment")
-        share = "" if known is None else f"{known:.0%}"
+        taken, worst = row.get("completions", 0), row.get("alignment")
+        share = f"{row['same_ids']} of {taken}" if taken else ""
         nats = "" if worst is None else f"{worst:.1e}"
         lines.append(
             f"| {row['path']} | {cell(row['kind'])} | {row['steps']} | {row['groups']} | {share} | "
@@ -139,6 +147,9 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--results", type=Path, default=Path("runs/environments"))
     parser.add_argument("--only", nargs="+", default=[], metavar="PART")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin no other one after this time"
+    )
     parser.add_argument("--again", action="store_true", help="repeat what has a record")
     parser.add_argument("--table", action="store_true", help="print the table and run nothing")
     return parser.parse_args()

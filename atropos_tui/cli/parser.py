@@ -201,8 +201,17 @@ def _init(commands) -> None:  # type: ignore[no-untyped-def]
     init.add_argument(
         "--env",
         metavar="ENV",
-        help="gsm8k, arithmetic, math-zero, your own script.py or package.module, or an "
-        "environment of verifiers by id or folder",
+        help="gsm8k, arithmetic, math-zero, your own script.py or package.module, an environment "
+        "of verifiers by id or folder, one of OpenEnv by package, folder or address, or an "
+        "agent's command in quotes",
+    )
+    init.add_argument(
+        "--tasks", metavar="TASKS", help="an agent's tasks: a file, a folder or module:function"
+    )
+    init.add_argument(
+        "--scorer",
+        metavar="SCORER",
+        help="an agent's scorer: module:function or a command in quotes",
     )
     modes = "shared_vllm, broadcast, lora_only, lora_restart or none"
     init.add_argument("--mode", metavar="MODE", help=f"how weights reach vLLM: {modes}")

@@ -652,13 +652,17 @@ def _kind_flags(site: Site, section: EnvSection, engine: EngineSection) -> dict[
     return own | {"env.max_token_length": engine.max_model_len} | section.args
 
 
-def _openenv(site: Site, section: EnvSection, port: int, after: list[str]) -> ComponentSpec:
-    target = site.path(section.openenv or "")
+def openenv_app(target: str) -> tuple[str, Path | None]:
+    """Return `module:app` of an OpenEnv server, and the folder that it is imported from."""
     folder = resolve_path(target)
     if folder.is_dir():
-        place = ["server.app:app", "--app-dir", str(folder)]
-    else:
-        place = [target if ":" in target else f"{target}.server.app:app"]
+        return "server.app:app", folder
+    return target if ":" in target else f"{target}.server.app:app", None
+
+
+def _openenv(site: Site, section: EnvSection, port: int, after: list[str]) -> ComponentSpec:
+    module, folder = openenv_app(site.path(section.openenv or ""))
+    place = [module, *(["--app-dir", str(folder)] if folder else [])]
     options = ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
     answers = [HttpCheck(url=f"http://127.0.0.1:{port}/health")]
     return _spec(
@@ -831,9 +835,13 @@ def _gpus(gpus: list[int]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
 
 
+def is_interpreter(program: str) -> bool:
+    """True for names of the Python that runs atropos-tui; a path is the user's own choice."""
+    return program in ("python", "python3")
+
+
 def _program(command: list[str]) -> list[str]:
-    # Only the bare names: a path to an interpreter is the user's choice.
-    if command[:1] not in (["python"], ["python3"]):
+    if not command or not is_interpreter(command[0]):
         return command
     if command[1:2] == ["-m"] and len(command) > 2:
         return [*_module(command[2]), *command[3:]]

@@ -506,14 +506,14 @@ def is_verifiers_package(folder: Path) -> bool:
     return any(VERIFIERS in file.read_bytes() for file in files if file.is_file())
 
 
-def names_in(file: Path, kind: type[ast.ClassDef] | type[ast.FunctionDef]) -> set[str] | None:
+def names_in(file: Path, *kinds: type[ast.stmt]) -> set[str] | None:
     """Names at the top of `file`; None if any may exist: a star import, or a definition below
     `if` or `try`."""
     tree = _tree(file)
     found: set[str] = set()
     for node in tree.body if tree else []:
-        if isinstance(node, kind):
-            found.add(node.name)
+        if isinstance(node, kinds):
+            found.add(node.name)  # type: ignore[attr-defined]
         elif isinstance(node, ast.ImportFrom | ast.Import):
             found |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Assign):

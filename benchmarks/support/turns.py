@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import re
 import signal
@@ -21,6 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from atropos_common.protocol.bridge import completion_digest
 from atropos_common.protocol.record_base import RecordError
 from atropos_common.protocol.records import (
     EnvCountsRecord,
@@ -34,12 +38,15 @@ from atropos_common.system.run_dir import RunDir
 from benchmarks.support.chat_model import CONTEXT
 from benchmarks.support.children import free_ports, up
 from benchmarks.support.upstream_files import why
+from trainer_core.rollouts.batch import segments
+from trainer_core.rollouts.fields import IGNORED, environment
 
 STEPS = 3
 GROUP = 4
 BATCH = 8
 A_STACK = 12
 """Files that take turns in one stack: the engine's start is what costs most."""
+RECORDING = "rollouts.jsonl"
 SILENT = "no group came in time"
 FEWEST_GROUPS = STEPS * BATCH // GROUP
 """Groups of three steps: with fewer, some would be another environment's."""
@@ -74,6 +81,7 @@ batch_size = {batch}
 gradient_accumulation_steps = 1
 lr = 1e-5
 checkpoint_interval = 0
+record_rollouts = "{recording}"
 
 [trainer.env]
 OMP_NUM_THREADS = "1"
@@ -92,7 +100,7 @@ depends_on = {{api = "healthy", {gate} = "completed"}}
 {args}
 
 [component.{gate}]
-command = ["sh", "-c", "until [ -e {go} ]; do sleep 0.2; done"]
+command = ["sh", "-c", "until [ -e {go} ]; do sleep 1; done"]
 """
 """Each waits for its turn: the gate before it ends when its file is there."""
 
@@ -138,9 +146,15 @@ def new_row(path: str, shown: dict[str, Any], data: list[str], reason: str = "")
     }
 
 
-def run_stack(chunk: Sequence[Turn], results: Path, model: Path) -> list[Turn]:
+def run_stack(
+    chunk: Sequence[Turn], results: Path, model: Path, *, until: float = math.inf
+) -> list[Turn]:
     """One `atropos-tui up` in which they take turns; those that had none, because a stack ended
-    early, are returned."""
+    early or it was time, are returned.
+
+    Args:
+        until: time (`time.monotonic`) from which on no turn begins.
+    """
     root = results / "work" / f"run-{int(time.time())}"
     gates = {
         turn.name: root.with_name(f"{root.name}.{index}.go") for index, turn in enumerate(chunk)
@@ -163,11 +177,11 @@ def run_stack(chunk: Sequence[Turn], results: Path, model: Path) -> list[Turn]:
     try:
         if not _until(lambda: _reached(run, "trainer", ATTACHED), stack, READY_S):
             raise SystemExit(f"the stack does not come up: see {results}/work/up.log")
-        for turn in chunk:
-            if stack.poll() is not None:
+        for turn, following in zip(chunk, [*chunk[1:], None], strict=True):
+            if stack.poll() is not None or time.monotonic() > until:
                 break
             gates[turn.name].touch()
-            take_turn(turn, run, stack)
+            take_turn(turn, run, stack, gates[following.name].touch if following else None)
             turn.write(results)
             had.append(turn)
     finally:
@@ -180,7 +194,12 @@ def write_profile(path: Path, gates: dict[str, Path], chunk: Sequence[Turn], mod
     """The stack's profile, with ports that are free now."""
     api, engine = free_ports(2)
     text = PROFILE.format(
-        model=json.dumps(str(model)), api=api, engine=engine, batch=BATCH, context=CONTEXT
+        model=json.dumps(str(model)),
+        api=api,
+        engine=engine,
+        batch=BATCH,
+        context=CONTEXT,
+        recording=RECORDING,
     )
     for index, turn in enumerate(chunk):
         text += ENVIRONMENT.format(
@@ -196,9 +215,17 @@ def write_profile(path: Path, gates: dict[str, Path], chunk: Sequence[Turn], mod
     return path
 
 
-def take_turn(turn: Turn, run: RunDir, stack: subprocess.Popen[bytes]) -> None:
-    """Wait for its three steps, its end, or the end of patience; then stop it and fill in its
-    row."""
+def take_turn(
+    turn: Turn,
+    run: RunDir,
+    stack: subprocess.Popen[bytes],
+    call_next: Callable[[], None] | None = None,
+) -> None:
+    """Wait for its three steps, its end, or the end of patience; then stop it and fill in its row.
+
+    Args:
+        call_next: starts the next environment, whose imports take longer than three steps.
+    """
     name, before = turn.name, 0
 
     def done() -> bool:
@@ -209,6 +236,8 @@ def take_turn(turn: Turn, run: RunDir, stack: subprocess.Popen[bytes]) -> None:
 
     _until(lambda: _reached(run, name, REGISTERED) or _ended(run, name), stack, turn.patience_s)
     before = _steps(run)
+    if call_next:
+        call_next()
     _until(over, stack, turn.patience_s)
     steps, counts = _steps(run) - before, _counts(run, name)
     log, started = _log(run, name), _reached(run, name, REGISTERED)
@@ -235,7 +264,8 @@ def take_turn(turn: Turn, run: RunDir, stack: subprocess.Popen[bytes]) -> None:
         "left_out": dict(counts.left_out),
         "failures": dict(counts.failures),
         "adjusted": dict(counts.adjusted),
-    } | _alignment(run, before)
+    }
+    turn.row |= _alignment(run, before) | _recorded_ids(run, name)
 
 
 def _alignment(run: RunDir, before: int) -> dict[str, Any]:
@@ -260,6 +290,28 @@ def _alignment(run: RunDir, before: int) -> dict[str, Any]:
             {each.verdict for each in records if each.kind == "alignment" and first is not None}
         ),
     }
+
+
+def _recorded_ids(run: RunDir, name: str) -> dict[str, Any]:
+    """Return how many completions of an environment the trainer took, and how many of them have
+    the ids and logprobs that the engine sampled.
+
+    The recording has the engine's answer for each digest of ids and logprobs that it knows.
+    """
+    taken = same = 0
+    for line in _lines(run.root / RECORDING):
+        for group in line["batch"]:
+            if environment(group) != name:
+                continue
+            for ids, mask, logprobs in zip(
+                group["tokens"], group["masks"], group["inference_logprobs"], strict=True
+            ):
+                trained = np.array([label != IGNORED for label in mask])
+                for start, end in segments(trained):
+                    digest = completion_digest(ids[start:end], logprobs[start:end])
+                    taken += 1
+                    same += digest in line.get("versions", {})
+    return {"completions": taken, "same_ids": same}
 
 
 def _silence(log: str) -> str:
@@ -325,6 +377,11 @@ def _ended(run: RunDir, name: str) -> bool:
 
 def _toml(table: dict[str, Any]) -> str:
     return "\n".join(f"{name} = {json.dumps(value)}" for name, value in table.items())
+
+
+def _lines(path: Path) -> list[Any]:
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
 
 
 def _records(path: Path) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Mapping
@@ -32,6 +33,7 @@ from atropos_tui.profile.checks.preflight import lacks, mismatches, unfit
 from atropos_tui.profile.checks.programs import user_module
 from atropos_tui.profile.errors import did_you_mean, printable, value_text
 from atropos_tui.profile.load import Origins, shipped_profiles
+from atropos_tui.profile.plan import openenv_app
 from atropos_tui.profile.schema import TITLE
 from atropos_tui.profile.sections import Mode, parse_profile
 from atropos_tui.profile.site import TRAITS
@@ -59,8 +61,11 @@ class Answers:
 
     name: str
     kind: str
-    program: dict[str, str]
-    """Key and value of `[env]` for an environment that is the user's own."""
+    program: dict[str, Any]
+    """Keys and values of `[env]` for an environment that is the user's own."""
+    tasks: str
+    scorer: str | list[str]
+    """Empty, or of an agent."""
     mode: Mode
     model: str
     vllm_gpus: list[int]
@@ -230,30 +235,69 @@ def _env(text: str, given: Given) -> Given:
     if text in TEMPLATES and text != SCRIPT:
         return {"kind": text, "program": {}}
     file, colon, name = text.partition(":")
+    if " " in text and not Path(file).exists():
+        return _own("agent", _command(text))
     if file.endswith(".py"):
         if not Path(file).is_file():
             raise ValueError(f"no such file: {value_text(file)}")
         return _own("script", f"{Path(file).resolve()}{colon}{name}")
+    if text.startswith(("http://", "https://")):
+        return _own("openenv", text)
     if Path(text).is_dir():
         if is_verifiers_package(Path(text)):
             return _own("verifiers", str(Path(text).resolve()))
-        raise ValueError("this folder has no environment of verifiers; give a script or a module")
+        if (Path(text) / "server/app.py").is_file():
+            return _own("openenv", str(Path(text).resolve()))
+        raise ValueError(
+            "this folder has no environment of verifiers and no server/app.py of OpenEnv; give a "
+            "script or a module"
+        )
     folders = [".", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     if _is_installed_verifiers(text, folders):
         return _own("verifiers", text)
     if all(part.isidentifier() for part in text.split(".")) and user_module(text, folders):
-        return _own("module", text)
+        served = user_module(openenv_app(text)[0].partition(":")[0], folders)
+        return _own("openenv" if served else "module", text)
     if "." in text and all(part.isidentifier() for part in text.split(".")):
         raise ValueError(f"module {text} is neither installed nor in this folder")
     kinds = [kind for kind in TEMPLATES if kind != SCRIPT]
     raise ValueError(
         f"{did_you_mean(text, kinds)}give {', '.join(kinds)}, a script that ends in .py, or "
-        f"package.module, or an environment of verifiers by its id or folder"
+        f"package.module, an environment of verifiers by its id or folder, one of OpenEnv by its "
+        f"package, folder or address, or an agent's command, such as 'python agent.py'"
     )
 
 
-def _own(key: str, value: str) -> Given:
+def _own(key: str, value: Any) -> Given:
     return {"kind": SCRIPT, "program": {key: value}}
+
+
+def _command(text: str) -> list[str]:
+    """Split a command; its files become absolute paths."""
+    words = shlex.split(text)
+    return [str(Path(word).resolve()) if Path(word).is_file() else word for word in words]
+
+
+def _tasks(text: str, given: Given) -> str:
+    if not _is_agent(given):
+        if text:
+            raise ValueError("it belongs to an agent; leave it out")
+        return ""
+    if Path(text).exists() and text:
+        return str(Path(text).resolve())
+    if ":" not in text:
+        raise ValueError("an agent needs tasks: a file of JSON lines, a folder or module:function")
+    return text
+
+
+def _scorer(text: str, given: Given) -> str | list[str]:
+    if text and not _is_agent(given):
+        raise ValueError("it belongs to an agent; leave it out")
+    return _command(text) if " " in text else text
+
+
+def _is_agent(given: Given) -> bool:
+    return "agent" in given["program"]
 
 
 def _is_installed_verifiers(text: str, folders: list[str]) -> bool:
@@ -324,10 +368,24 @@ def _trainer_gpus(given: Given) -> str:
 QUESTIONS = (
     InitQuestion(
         "env",
-        "Environment: gsm8k, arithmetic, math-zero, your script.py or package.module, or an "
-        "environment of verifiers by id or folder",
+        "Environment: gsm8k, arithmetic, math-zero, your script.py or package.module, an "
+        "environment of verifiers or OpenEnv, or an agent's command",
         lambda given: "gsm8k" if gpu_count() else "arithmetic",
         _env,
+    ),
+    InitQuestion(
+        "tasks",
+        "Tasks of the agent: a file of JSON lines, a folder or module:function",
+        lambda given: "tasks.jsonl" if _is_agent(given) else "",
+        _tasks,
+        _is_agent,
+    ),
+    InitQuestion(
+        "scorer",
+        "Scorer of the agent: module:function or a command; without one, its last line",
+        lambda given: "",
+        _scorer,
+        _is_agent,
     ),
     InitQuestion(
         "mode", f"How weights reach vLLM: {', '.join(TRAITS)}", lambda given: "shared_vllm", _mode
@@ -411,6 +469,7 @@ def profile_text(answers: Answers, *, file: str) -> str:
         name = program if is_safe_name(program) and program not in TAKEN else "env"
         # None removes the template's own key.
         env = {"name": name, "module": None} | answers.program
+        env |= {key: value for key in ("tasks", "scorer") if (value := getattr(answers, key))}
     changes: Changes = {"": top, "api": {"port": answers.api_port}, "env": env} | _placement(
         answers
     )
@@ -425,9 +484,13 @@ def profile_text(answers: Answers, *, file: str) -> str:
     return head + text
 
 
-def _program_name(program: Mapping[str, str]) -> str:
+def _program_name(program: Mapping[str, Any]) -> str:
     """Last name of a module, file or folder; empty without one."""
     for key, value in program.items():
+        if key == "agent":
+            return Path(next((word for word in value if word.endswith(".py")), value[0])).stem
+        if "://" in value:
+            return "openenv"
         return value.rpartition(".")[2] if key == "module" else Path(value.partition(":")[0]).stem
     return ""
 

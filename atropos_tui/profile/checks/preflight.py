@@ -39,6 +39,7 @@ from atropos_tui.profile.budget import memory
 from atropos_tui.profile.budget.fit import nearest
 from atropos_tui.profile.budget.inventory import Hardware, Model, is_hub_id
 from atropos_tui.profile.budget.memory import Inventory
+from atropos_tui.profile.checks.episodes import episode_files
 from atropos_tui.profile.checks.programs import (
     environment_faults,
     environment_files,
@@ -328,6 +329,7 @@ def _packages(site: Site, settings: TrainingConfig, machine: Hardware) -> Iterat
 def _programs(site: Site, stack: StackSpec) -> Iterator[Problem]:
     for index, env in enumerate(site.profile.env):
         yield from environment_files(site, env, f"env.{index}")
+        yield from episode_files(site, env, f"env.{index}")
     for number, component in enumerate(stack.components):
         program = component.command[0]
         # A `prepare` step may create the program, or another machine has it.

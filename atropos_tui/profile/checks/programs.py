@@ -45,7 +45,7 @@ SIMILAR = 0.5
 def environment_files(site: Site, env: EnvSection, key: str) -> Iterator[Problem]:
     if env.verifiers:
         yield from _verifiers(site, env, f"{key}.verifiers")
-    if env.module and user_module(site.text(env.module), _folders(site, env)) is None:
+    if env.module and user_module(site.text(env.module), module_folders(site, env)) is None:
         fix = "check the name, or use `script` with a path"
         yield Problem(f"no module {env.module!r}", fix, key=f"{key}.module")
     for name, value in (("script", (env.script or "").partition(":")[0]), ("config", env.config)):
@@ -63,7 +63,7 @@ def environment_files(site: Site, env: EnvSection, key: str) -> Iterator[Problem
             yield from _environment_config(site, env, path, f"{key}.config")
     source = environment_source(site, env)
     # A `prepare` step may install the packages before the environment starts.
-    if source and not _may_install(site) and (missing := source.missing):
+    if source and not may_install(site) and (missing := source.missing):
         packages = ", ".join(f"{name!r} ({where})" for name, where in missing.items())
         names = [PIP_NAMES.get(name, name) for name in missing]
         yield Problem(
@@ -77,7 +77,7 @@ def environment_files(site: Site, env: EnvSection, key: str) -> Iterator[Problem
 
 
 def _verifiers(site: Site, env: EnvSection, key: str) -> Iterator[Problem]:
-    if find_module("verifiers", []) is None and not _may_install(site):
+    if find_module("verifiers", []) is None and not may_install(site):
         yield Problem(
             "the Python package verifiers is not installed",
             shlex.join([sys.executable, "-m", "pip", "install", VERIFIERS_REQUIREMENT]),
@@ -90,8 +90,8 @@ def _verifiers(site: Site, env: EnvSection, key: str) -> Iterator[Problem]:
     # As verifiers finds an environment: `owner/NAME@version` is the package NAME.
     module = name.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
     places = (f"verifiers.v1.tasksets.{module}", module)
-    if not _may_install(site) and not any(
-        user_module(each, _folders(site, env)) for each in places
+    if not may_install(site) and not any(
+        user_module(each, module_folders(site, env)) for each in places
     ):
         fix = "install it, or give the path of its folder"
         yield Problem(f"no package {module!r} for the environment {name!r}", fix, key=key)
@@ -124,7 +124,7 @@ def environment_source(site: Site, env: EnvSection) -> EnvSource | None:
     if env.command or env.verifiers or env.openenv or env.agent or (place and place.prefix):
         return None
     if env.module:
-        spec = user_module(site.text(env.module), _folders(site, env))
+        spec = user_module(site.text(env.module), module_folders(site, env))
         path = Path(spec.origin) if spec and spec.origin else None
     else:
         text = site.path((env.script or "").partition(":")[0])
@@ -133,7 +133,7 @@ def environment_source(site: Site, env: EnvSection) -> EnvSource | None:
         return None
     # Python puts a script's own folder first on its path.
     own = [str(path.parent)] if env.script else []
-    return _read_source(path, (*own, *_folders(site, env)), path.stat().st_mtime_ns)
+    return _read_source(path, (*own, *module_folders(site, env)), path.stat().st_mtime_ns)
 
 
 @cache
@@ -151,7 +151,7 @@ def python_path(site: Site, variables: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _folders(site: Site, env: EnvSection) -> list[str]:
+def module_folders(site: Site, env: EnvSection) -> list[str]:
     return [
         env.cwd or ".",
         *python_path(site, env.env),
@@ -163,7 +163,7 @@ def _program_key(env: EnvSection) -> str:
     return "module" if env.module else "script"
 
 
-def _may_install(site: Site) -> bool:
+def may_install(site: Site) -> bool:
     return any(not is_ours([*step.command, "", "", ""][2]) for step in site.profile.prepare)
 
 

@@ -429,3 +429,34 @@ def test_an_environment_of_verifiers_is_recognised(
     assert section.module is None and section.name == Path(env).stem
     (tmp_path / "empty").mkdir()
     assert main.run(["init", "q.toml", "--yes", "--env", "empty", "--model", "owner/name"]) != 0
+
+
+def test_openenv_and_agents_are_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with a server, an installed package, an address; a command with tasks and scorer."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(init, "gpu_count", lambda: 0)
+    for folder in ("guess/server", "env_of_mine/server"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "app.py").write_text("app = None\n")
+    (tmp_path / "env_of_mine/__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for name in ("agent.py", "score.py", "tasks.jsonl"):
+        (tmp_path / name).write_text("1\n")
+    common = ["--yes", "--model", "owner/name"]
+
+    for number, (env, wanted) in enumerate(
+        [("./guess", f"{tmp_path}/guess"), ("http://h:8000", "http://h:8000")]
+    ):
+        assert main.run(["init", f"{number}.toml", "--env", env, *common]) == 0
+        assert written(f"{number}.toml").env[0].openenv == wanted
+
+    agent = ["--env", "python agent.py --fast", "--scorer", "python score.py"]
+    assert main.run(["init", "a.toml", *agent, *common]) == 0
+    (section,) = written("a.toml").env
+    assert section.agent == ["python", f"{tmp_path}/agent.py", "--fast"]
+    assert section.tasks == f"{tmp_path}/tasks.jsonl", "the default"
+    assert section.scorer == ["python", f"{tmp_path}/score.py"]
+    assert section.name == "agent" and section.module is None
+
+    assert main.run(["init", "b.toml", *agent, "--tasks", "none.jsonl", *common]) != 0
+    assert main.run(["init", "b.toml", "--env", "gsm8k", "--tasks", "tasks.jsonl", *common]) != 0
