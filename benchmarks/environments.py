@@ -119,16 +119,18 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         f"{trained} of {len(rows)} train.",
         "",
-        "| environment | kind | steps | groups | ids as sampled | worst alignment | |",
-        "|---|---|---|---|---|---|---|",
+        "| environment | kind | steps | groups | tokens from the engine | ids as "
+        "sampled | worst alignment | |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        taken, worst = row.get("completions", 0), row.get("alignment")
-        share = f"{row['same_ids']} of {taken}" if taken else ""
+        known, worst, taken = row.get("from_engine"), row.get("alignment"), row.get("completions")
+        share = "" if known is None else f"{known:.0%}"
+        same = f"{row['same_ids']} of {taken}" if taken else ""
         nats = "" if worst is None else f"{worst:.1e}"
         lines.append(
             f"| {row['path']} | {cell(row['kind'])} | {row['steps']} | {row['groups']} | {share} | "
-            f"{nats} | {cell(_notes(row))} |"
+            f"{same} | {nats} | {cell(_notes(row))} |"
         )
     return "\n".join(lines)
 

@@ -48,6 +48,7 @@ FORMS = (
     '<tool_call>\n{"arguments": {"action": "stick"}, "name": "take_action"}\n</tool_call>',
     '<tool_call>\n{"arguments": {"action": N}, "name": "take_action"}\n</tool_call>',
     '<tool_call>\n{"name": "calc_add", "arguments": {"left": N, "right": N}}\n</tool_call>',
+    '<tool_call>\n{"name": "add", "arguments": {"left": N, "right": N}}\n</tool_call>',
     "The prediction is: W",
     "<answer>W</answer>",
     "raise N",

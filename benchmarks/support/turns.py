@@ -72,6 +72,8 @@ enforce-eager = true
 kv-cache-memory-bytes = 134217728
 block-size = 32
 max-num-seqs = 128
+enable-auto-tool-choice = true
+tool-call-parser = "hermes"
 
 [trainer]
 device = "cpu"
