@@ -21,6 +21,7 @@ from trainer_core.audit import questions
 from trainer_core.audit.__main__ import main
 from trainer_core.audit.program import Settings, audit
 from trainer_core.audit.reference import Reference, halved
+from trainer_core.objective.causes import sampling
 from trainer_core.objective.causes.sampling import PLAIN
 
 
@@ -46,6 +47,10 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         "CACHED_DRAWN": 16,
     }.items():
         monkeypatch.setattr(questions, name, value)
+    # The whole grid has 950 settings. The neighbours of the planted ones stay.
+    monkeypatch.setattr(sampling, "TEMPERATURES", (0.6, 0.7, 0.8, 1.0))
+    monkeypatch.setattr(sampling, "TOP_KS", (0, 10, 20, 30))
+    monkeypatch.setattr(sampling, "TOP_PS", (1.0, 0.7, 0.8, 0.9))
 
 
 def asked(
