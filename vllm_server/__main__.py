@@ -39,7 +39,6 @@ if multiprocessing.parent_process() is not None:
     # vLLM's child processes import this file first, so they die with the server from their first
     # moment on.
     die_with_parent()
-compat.hide_torchcodec()
 
 HELP = f"""\
 usage: python -m vllm_server --model MODEL [--host {DEFAULT_HOST}] [--port {DEFAULT_PORT}]

@@ -11,7 +11,6 @@ import importlib
 import inspect
 import logging
 import os
-import sys
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -120,17 +119,6 @@ def _find(name: str) -> Any:
             return getattr(module, name)
     missing = f"vLLM {vllm_version()} has no {name} in {' or '.join(PLACES[name])}"
     raise ImportError(f"{missing} ({engine_release.SUPPORTED_TEXT})")
-
-
-def hide_torchcodec() -> None:
-    """Make PyPI's CUDA build of torchcodec look missing beside a CPU build of torch.
-
-    pip installs that build with vLLM for the CPU. Its import raises `OSError`, which vLLM does not
-    catch. Every process of the engine calls this before it imports vLLM.
-    """
-    torch, codec = (engine_release.version_of(name) for name in ("torch", "torchcodec"))
-    if torch and codec and "+cpu" in torch and "+cpu" not in codec:
-        sys.modules.setdefault("torchcodec", None)  # type: ignore[arg-type]
 
 
 def require_parts() -> None:

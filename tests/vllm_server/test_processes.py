@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 import threading
@@ -13,8 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from atropos_common.models import engine_release
-from vllm_server import compat, plugin
+from vllm_server import plugin
 
 ONE = {"OMP_NUM_THREADS": "1"}
 
@@ -134,27 +132,3 @@ def test_a_forked_engine_dies_with_the_server_and_holds_no_port(
     server.wait()
     child.wait(5)
     grandchild.kill()
-
-
-@pytest.mark.parametrize(
-    ("torch", "codec", "hidden"),
-    [
-        ("2.13.0+cpu", "0.17.0", True),
-        ("2.13.0+cpu", "0.17.0+cpu", False),
-        ("2.14.0", "0.17.0", False),
-        ("2.13.0+cpu", None, False),
-    ],
-)
-def test_a_cuda_build_of_torchcodec_looks_missing_beside_a_cpu_torch(
-    monkeypatch: pytest.MonkeyPatch, torch: str, codec: str | None, hidden: bool
-) -> None:
-    monkeypatch.setattr(
-        engine_release, "version_of", {"torch": torch, "torchcodec": codec}.__getitem__
-    )
-    monkeypatch.setitem(sys.modules, "torchcodec", None)
-    del sys.modules["torchcodec"]
-    compat.hide_torchcodec()
-    assert ("torchcodec" in sys.modules) == hidden
-    if hidden:
-        with pytest.raises(ImportError, match="torchcodec"):
-            importlib.import_module("torchcodec.decoders")
