@@ -77,7 +77,6 @@ from trainer_core.report import (
     Callbacks,
     MfuMeter,
     StepReport,
-    TextReader,
     TrainResult,
     console_line,
     rank_use,
@@ -96,6 +95,7 @@ from trainer_core.rollouts.recorded import (
     Recorder,
     open_rollouts,
 )
+from trainer_core.rollouts.samples import Samples, TextReader, sampled
 from trainer_core.rollouts.source import BatchSource, LagMeter, Lags, OwnSource, oldest_lag
 from trainer_core.server.client import EngineMeter
 from trainer_core.telemetry import Trackers, open_telemetry
@@ -432,13 +432,15 @@ class Run:
         rows = next(parts)
         tokens = sum(len(row.tokens) for row in rows) // self.config.context_parallel
         packed = time.perf_counter()
-        outcomes = [self.accumulate(rows, step, objective)]
+        chosen = sampled(batch.rollouts, self.config.rollout_samples, step)
+        samples = Samples(batch.rollouts, chosen)
+        outcomes = [self.accumulate(rows, step, objective, samples)]
         # Before the first write: trainer and server still have the same weights.
         probe_diffs = self.probe.finish(self.model, self.world)
         alignment = self.judge(outcomes[0], probe_diffs, lags, batch)
         for rows in parts:
             self.write_between(outcomes[-1])
-            outcomes.append(self.accumulate(rows, step, objective))
+            outcomes.append(self.accumulate(rows, step, objective, samples))
         outcome, last = merged(outcomes, self.config.epochs), outcomes[-1]
         summed = time.perf_counter()
         if last.finite:
@@ -477,6 +479,7 @@ class Run:
             engine=self.engine_use.measure(),
             step_s=time.perf_counter() - began,
             ranks=rank_use(self.world, tokens, packed - fetched + trained - summed),
+            samples=samples.known(self.world),
         )
         if self.keeps_history:
             self.history.append({"step": step, **step_fields(report)})
@@ -505,7 +508,9 @@ class Run:
             time.sleep(0.1)
             self.sync.check()
 
-    def accumulate(self, rows: list[PackedRow], step: int, objective: Objective) -> StepOutcome:
+    def accumulate(
+        self, rows: list[PackedRow], step: int, objective: Objective, samples: Samples
+    ) -> StepOutcome:
         return accumulate(
             self.model,
             self.stepper,
@@ -515,6 +520,7 @@ class Run:
             world=self.dealt,
             threads=self.threads,
             reference=self.reference,
+            seen=samples.take,
         )
 
     def write_between(self, outcome: StepOutcome) -> None:
@@ -619,7 +625,7 @@ class Run:
         return alignment
 
     def report(self, report: StepReport) -> None:
-        write_records(self.telemetry, report, self.config, self.reader)
+        write_records(self.telemetry, report, self.reader)
         print(console_line(report, self.config.training_steps, benchmark=self.config.benchmark))
         self.tracker.log(report.step, tracker_metrics(report))
         self.bench.add(report)

@@ -37,8 +37,9 @@ from trainer_core.optimization.step import METRICS, StepOutcome
 from trainer_core.policy.load import dimensions
 from trainer_core.policy.speed import layers_reached
 from trainer_core.ranks.world import World
-from trainer_core.rollouts.batch import Batch, Rollout
-from trainer_core.rollouts.source import Lag, Lags, token_mean
+from trainer_core.rollouts.batch import Batch
+from trainer_core.rollouts.samples import Sample, TextReader, sample_fields
+from trainer_core.rollouts.source import Lags, token_mean
 from trainer_core.server.client import UNKNOWN_USE, EngineUse
 from trainer_core.telemetry import Telemetry
 from trainer_core.weight_sync.base import SyncReport
@@ -83,6 +84,8 @@ class StepReport:
     """Since the last report."""
     ranks: Sequence[RankUse] = ()
     """Empty for a single rank."""
+    samples: Sequence[Sample] = ()
+    """Rollouts that are written as text."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -106,31 +109,7 @@ class StepReport:
         return dict(self.batch.left_out_tokens + untaught + skipped)
 
 
-class TextReader:
-    """Decodes token ids with the model's tokenizer; without one it prints the ids."""
-
-    def __init__(self, model_name: str) -> None:
-        from transformers import AutoTokenizer
-
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(model_name, trust_remote_code=False)
-        except (OSError, ValueError, ImportError, KeyError) as error:
-            print(
-                f"No tokenizer in {model_name} ({type(error).__name__}): rollouts are shown "
-                f"as token ids"
-            )
-            self._tokenizer = None
-
-    def read(self, tokens: Any) -> str:
-        ids = [int(t) for t in tokens]
-        text = self._tokenizer.decode(ids) if self._tokenizer else " ".join(map(str, ids))
-        # A base model may generate the whole context; the limit keeps the file readable.
-        return str(text)[:4000]
-
-
-def write_records(
-    telemetry: Telemetry, report: StepReport, config: TrainingConfig, reader: TextReader
-) -> None:
+def write_records(telemetry: Telemetry, report: StepReport, reader: TextReader) -> None:
     step = report.step
     telemetry.write(StepRecord, step, **step_fields(report))
     telemetry.write(AlignmentRecord, step, **alignment_fields(report))
@@ -141,9 +120,9 @@ def write_records(
         telemetry.write(RanksRecord, step, ranks=report.ranks)
     if report.sync is not None:
         telemetry.write(SyncRecord, step, **vars(report.sync))
-    for index, size in sampled(report.batch.rollouts, config.rollout_samples, step):
-        fields = _rollout_fields(report.batch.rollouts[index], report.lags[index], reader)
-        telemetry.write(RolloutRecord, step, **fields, group_size=size)
+    for sample in report.samples:
+        rollout, lag = report.batch.rollouts[sample.index], report.lags[sample.index]
+        telemetry.write(RolloutRecord, step, **sample_fields(rollout, sample, lag, reader))
 
 
 def step_fields(report: StepReport) -> dict[str, Any]:
@@ -268,51 +247,6 @@ def tracker_metrics(report: StepReport) -> dict[str, Any]:
             if metric.tracker
         }
     return found
-
-
-def sampled(rollouts: Sequence[Rollout], wanted: int, step: int) -> list[tuple[int, int]]:
-    """Choose `wanted` rollouts to write as text; return indices and sizes of their groups."""
-    # Whole groups, since a reader compares within a group; of the last one as many as fit, from
-    # best to worst. Flat groups teach nothing, so they come last.
-    groups: dict[bytes, list[int]] = {}
-    for index, rollout in enumerate(rollouts):
-        groups.setdefault(rollout.tokens[: rollout.prompt_length].tobytes(), []).append(index)
-    # Rotate by step, so that successive records do not always show the same prompts.
-    rotated = [list(groups.values())[(at + step) % len(groups)] for at in range(len(groups))]
-    found: list[tuple[int, int]] = []
-    for group in sorted(
-        rotated, key=lambda group: len({rollouts[index].score for index in group}) < 2
-    ):
-        by_score = sorted(group, key=lambda index: -rollouts[index].score)
-        # Sorted by score only for the choice; the records keep the order of the batch.
-        kept = set(
-            by_score
-            if len(group) <= wanted - len(found)
-            else _spread(by_score, wanted - len(found))
-        )
-        found += [(index, len(group)) for index in group if index in kept]
-        if len(found) >= wanted:
-            break
-    return found
-
-
-def _spread(ranked: Sequence[int], wanted: int) -> list[int]:
-    return [ranked[i * (len(ranked) - 1) // max(1, wanted - 1)] for i in range(wanted)]
-
-
-def _rollout_fields(rollout: Rollout, lag: Lag | None, reader: TextReader) -> dict[str, Any]:
-    cut = rollout.prompt_length
-    trained = rollout.advantages[rollout.trained]
-    return {
-        "env": rollout.env,
-        "prompt": reader.read(rollout.tokens[:cut]),
-        "completion": reader.read(rollout.tokens[cut:]),
-        "reward": rollout.score,
-        # A rollout without a trained token has no mean.
-        "advantage": float(trained.mean(dtype=np.float64)) if len(trained) else 0.0,
-        "policy_lag": None if lag is None else lag.oldest,
-        "tokens": len(rollout.tokens) - cut,
-    }
 
 
 @dataclass

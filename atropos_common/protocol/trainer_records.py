@@ -1,7 +1,7 @@
 """Records of the trainer, and the table of its metrics."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -442,6 +442,21 @@ class SyncRecord(TrainerRecord):
     """Engine address -> why the run continues without it."""
 
 
+class RolloutTurn(NamedTuple):
+    """One turn of a completion. A list of its values in JSON."""
+
+    number: int
+    """From 0. Even: the model's; odd: the environment's."""
+    chars: int
+    """Characters of the completion's text."""
+    tokens: int
+    oldest: int | None = None
+    newest: int | None = None
+    """Weight versions that made it; None: unknown."""
+    newest_tokens: int | None = None
+    """Tokens of the newest version, which are the last ones; None: unknown."""
+
+
 class RolloutRecord(TrainerRecord):
     """One completion; a few are written per step. Escape its text before showing it."""
 
@@ -456,6 +471,13 @@ class RolloutRecord(TrainerRecord):
     """Completions of this prompt in the batch."""
     tokens: int | None = None
     """Generated tokens, and the environment's text between turns."""
+    # Earlier releases wrote none of these.
+    turns: list[RolloutTurn] = Field(default_factory=list)
+    """Turns of the completion, without those left out in its middle."""
+    turn_count: int | None = None
+    token_chars: str = ""
+    token_diffs: str = ""
+    """Length and logprob difference of each token of the completion, as in `token_columns`."""
 
 
 class CheckpointRecord(TrainerRecord):

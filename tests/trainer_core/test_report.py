@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trainer_core.report import sampled
 from trainer_core.rollouts.batch import Rollout
+from trainer_core.rollouts.samples import sampled
 
 
 def rollouts(*groups: Sequence[float]) -> list[Rollout]:

@@ -7,7 +7,7 @@ into rows and ranks changes neither loss nor gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -69,6 +69,9 @@ class StepOutcome:
         return math.isfinite(self.metrics["loss"]) and math.isfinite(self.metrics["grad_norm"])
 
 
+Seen = Callable[[PackedRow, torch.Tensor], None]
+
+
 @dataclass(frozen=True)
 class _DeviceRow:
     packed: PackedRow
@@ -90,6 +93,7 @@ def accumulate(
     world: World = ALONE,
     threads: int = 1,
     reference: Reference | None = None,
+    seen: Seen = lambda row, logprobs: None,
 ) -> StepOutcome:
     """Accumulate the clipped gradient of one optimizer step in `stepper`; no parameter changes.
 
@@ -99,6 +103,7 @@ def accumulate(
         world: ranks that train the other rows; the outcome covers all of them.
         threads: threads that train rows in parallel; for models on a CPU.
         reference: fills in missing reference logprobs.
+        seen: called with each row and the policy's logprobs of its labels, [T].
     """
     device = next(model.parameters()).device
     if reference is not None:
@@ -131,6 +136,7 @@ def accumulate(
             if not row.known:
                 row = _based(row, scores.logprobs.detach(), objective)
             packed = row.packed
+            seen(packed, scores.logprobs.detach())
             part = objective.sums(
                 scores.logprobs,
                 packed.logprobs,

@@ -45,6 +45,8 @@ class PackedRow:
     """[T] float32 logprobs before the batch's first optimizer step; None: the current ones"""
     experts: torch.Tensor | None = None
     """[N, sparse layers, K] int16 chosen by the engine, -1 if unknown"""
+    members: tuple[Rollout, ...] = ()
+    """The sequences, in order"""
 
     @property
     def sequences(self) -> torch.Tensor:
@@ -148,6 +150,7 @@ def _row(members: list[tuple[int, Rollout]]) -> PackedRow:
         reference=_reference(pairs),
         base=column(bases) if bases else None,
         experts=packed_experts([r.experts for _, r in members], lengths),
+        members=tuple(r for _, r in members),
         **_teacher(pairs),
     )
 

@@ -78,6 +78,8 @@ class Lag(NamedTuple):
     tokens: int = 0
     """Tokens in `mean`."""
     mean: float = 0.0
+    spans: tuple[VersionSpan | None, ...] = ()
+    """Weight versions of each turn; None: unknown."""
 
 
 Lags = list[Lag | None]
@@ -94,14 +96,15 @@ class LagMeter:
         versions = iter(self._ask([digest for r in rollouts for digest in r.digests]))
         lags: Lags = []
         for rollout in rollouts:
-            spans = [span for _ in rollout.digests if (span := next(versions)) is not None]
+            every = tuple(next(versions) for _ in rollout.digests)
+            spans = [span for span in every if span is not None]
             oldest = [span.oldest for span in spans]
             oldest += [] if rollout.oldest_version is None else [rollout.oldest_version]
             tokens = sum(span.tokens for span in spans)
             # Every token has the same weight, in whichever turn.
             late = sum(span.tokens * (version - span.mean) for span in spans)
             mean = late / tokens if tokens else 0.0
-            lags.append(Lag(version - min(oldest), tokens, mean) if oldest else None)
+            lags.append(Lag(version - min(oldest), tokens, mean, every) if oldest else None)
         return lags
 
     def bounds(self, derived: dict[str, int]) -> dict[str, int]:

@@ -205,10 +205,9 @@ def test_many_short_turns_are_asked_for_in_parts() -> None:
         return [VersionSpan(7, 7)] * len(digests)
 
     batch = read_batch([raw], seq_len=2 * count)
-    assert LagMeter([versions]).measure(batch.rollouts, 9) == [Lag(2)] and asked == [
-        MOST_DIGESTS,
-        3,
-    ]
+    spans = (VersionSpan(7, 7),) * count
+    assert LagMeter([versions]).measure(batch.rollouts, 9) == [Lag(2, spans=spans)]
+    assert asked == [MOST_DIGESTS, 3]
 
 
 def test_a_dump_that_cannot_be_written_ends_nothing(tmp_path: Path, capsys: Any) -> None:
