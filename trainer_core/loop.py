@@ -479,7 +479,7 @@ class Run:
             engine=self.engine_use.measure(),
             step_s=time.perf_counter() - began,
             ranks=rank_use(self.world, tokens, packed - fetched + trained - summed),
-            samples=samples.known(self.world),
+            samples=samples.known(self.world.gather),
         )
         if self.keeps_history:
             self.history.append({"step": step, **step_fields(report)})

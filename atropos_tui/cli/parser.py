@@ -345,6 +345,7 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
     report.add_argument(
         "-o", "--output", metavar="FILE", type=Path, help="default: RUN-report.html"
     )
+    _rollouts(commands)
     replay = _command(commands, "replay", "results.report:replay", "play back a run in the screen")
     replay.add_argument("run", metavar="RUN", type=Path, nargs="?", help=RUN)
     replay.add_argument(
@@ -358,6 +359,38 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
     bench.add_argument("--json", action="store_true", help="print JSON")
     _compare(commands)
     _sweep(commands)
+
+
+def _rollouts(commands) -> None:  # type: ignore[no-untyped-def]
+    rollouts = _command(
+        commands,
+        "rollouts",
+        "results.rollouts:rollouts",
+        "list recorded rollouts, or write them as JSONL",
+    )
+    rollouts.add_argument("--step", metavar="N", type=_count, help="only those of one step")
+    rollouts.add_argument("--env", metavar="NAME", help="only those of one environment")
+    rollouts.add_argument(
+        "--grep", metavar="RE", help="only those whose text matches the regular expression (RE2)"
+    )
+    rollouts.add_argument(
+        "--sort",
+        choices=("newest", "score", "advantage", "lag", "tokens"),
+        default="newest",
+        help="newest first (default), or the lowest first",
+    )
+    rollouts.add_argument("--reverse", action="store_true", help="the other way round")
+    rollouts.add_argument(
+        "-n",
+        "--limit",
+        metavar="N",
+        type=_count,
+        help="only the first N, 0: all (default 20; --json and -o: all)",
+    )
+    rollouts.add_argument("--full", action="store_true", help="print whole conversations")
+    rollouts.add_argument("--json", action="store_true", help="print one JSON object per line")
+    rollouts.add_argument("-o", "--output", metavar="FILE", type=Path, help="write JSONL to FILE")
+    _run_argument(rollouts)
 
 
 def _compare(commands) -> None:  # type: ignore[no-untyped-def]

@@ -21,6 +21,7 @@ from atropos_common.protocol.control import RunStatus
 from atropos_common.protocol.records import RECORD_TYPES, ComponentRecord
 from atropos_tui.cli import answers
 from atropos_tui.cli.show import ascii_json
+from atropos_tui.monitor.rollout_export import RolloutRow
 from atropos_tui.monitor.run_list import RunRow
 
 EVENTS: Any = Union[  # noqa: UP007
@@ -36,13 +37,14 @@ ANSWERS: dict[str, Any] = {
     "logs": answers.LogRow,
     "plan": answers.Plan,
     "ps": RunStatus,
+    "rollouts": RolloutRow,
     "runs": list[RunRow],
     "sweep": answers.Sweep,
     "validate": answers.Validated,
     "why": answers.Why,
 }
-"""Command -> model of its output; `events` and `logs` print one object a line."""
-LINES = ("events", "logs")
+"""Command -> model of its output; those of `LINES` print one object a line."""
+LINES = ("events", "logs", "rollouts")
 
 HEAD = """\
 # JSON for programs

@@ -1,10 +1,13 @@
 """HTML reports: `render_report` of one run, `render_overlay` of several.
 
-A page has no script and uses no network; texts of others are masked and escaped.
+A page uses no network, and is complete without its script, which zooms, smooths and saves charts.
+Texts of others are masked and escaped.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
 import re
@@ -140,7 +143,11 @@ def render_report(run: RunDir, status: RunStatus, now: float) -> str:
 
 def _page(template: str, now: float, **values: object) -> str:
     made = f"{_clock(now)} by atropos-tui {__version__}"
-    page = environment().get_template(template).render(made=made, **values)
+    pages = environment()
+    script = Markup(pages.get_template("page.js.j2").render().strip())
+    # No other script may run, whatever a text of others says.
+    digest = base64.b64encode(hashlib.sha256(str(script).encode()).digest()).decode()
+    page = pages.get_template(template).render(made=made, script=script, digest=digest, **values)
     return page.encode("utf-8", "replace").decode("utf-8")  # lone surrogates in a model's output
 
 
@@ -174,7 +181,7 @@ def _verdict(status: RunStatus) -> tuple[str, str]:
         return f"■ {masked_line(status.reason) or 'interrupted'}", "dim"
     if status.exit_code == 0:
         return "✔ done", "good"
-    return f"✖ ended with code {status.exit_code}", "bad"
+    return f"✖ {_run_end(status.exit_code)}", "bad"
 
 
 def _learned(state: RunState) -> str:
@@ -316,12 +323,33 @@ def _component(row: Any) -> dict[str, str]:
 
 
 def exit_words(code: int | None) -> str:
-    """Return an exit code with the name of its signal (-N or 128 + N)."""
+    """Return how a process ended, from its exit code (-N or 128 + N: by a signal)."""
     if code is None:
         return "–"
     number_ = -code if code < 0 else code - 128  # Python's convention, then the shell's
     known = {one.value: one.name for one in signal.Signals}
-    return f"{code} ({known[number_]})" if number_ in known else str(code)
+    if number_ not in known:
+        return "ended normally" if code == 0 else f"error, exit code {code}"
+    stopped = number_ in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    verb = "stopped" if stopped else "killed" if number_ == signal.SIGKILL else "crashed"
+    return f"{verb} ({known[number_]})"
+
+
+_RUN_ENDS = {
+    Exit.DONE: "done",
+    Exit.FAULT: "internal error",
+    Exit.USAGE: "invalid profile or failed check",
+    Exit.COMPONENT_FAILED: "a component failed",
+    Exit.TIMEOUT: "timeout",
+    Exit.INTERRUPTED: "stopped by hand",
+}
+
+
+def _run_end(code: int | None) -> str:
+    if code is None:
+        return "no result"
+    words = _RUN_ENDS.get(Exit(code)) if code in list(Exit) else None
+    return f"{words} ({code})" if words else str(code)
 
 
 # Texts of others.
@@ -423,6 +451,8 @@ _FACTS = {
 
 def _facts(run: RunDir, status: RunStatus) -> Rows:
     data = {key: value for key, value in read_json(run.run_json).items() if value is not None}
+    if "${" in str(data.get("model")):
+        data["model"] = _model_path(run) or data["model"]
     rows = [(title, _fact(key, data[key])) for key, title in _FACTS.items() if key in data]
     versions, git = data.get("versions"), data.get("git")
     if isinstance(versions, dict):
@@ -431,9 +461,21 @@ def _facts(run: RunDir, status: RunStatus) -> Rows:
         changed = " with changes" if git.get("dirty") else ""
         rows.append(("Git commit", masked_line(str(git.get("commit"))) + changed))
     if status.phase is Phase.ENDED:
-        code = "no result" if status.exit_code is None else str(status.exit_code)
-        rows += [("Exit code", code), ("Reason", masked_line(status.reason) or "–")]
+        rows.append(("End", _run_end(status.exit_code)))
+        rows.append(("Reason", masked_line(status.reason) or "–"))
     return [*rows, ("Run directory", masked_line(str(run.root)))]
+
+
+def _model_path(run: RunDir) -> str:
+    # The profile keeps variables as references; the plan's commands have their values.
+    components = read_json(run.plan_json).get("components")
+    for component in components if isinstance(components, list) else ():
+        command = component.get("command") if isinstance(component, dict) else None
+        words = command if isinstance(command, list) else []
+        for flag in ("--model", "--model-name"):
+            if flag in words[:-1]:
+                return str(words[words.index(flag) + 1])
+    return ""
 
 
 def _fact(key: str, value: object) -> str:

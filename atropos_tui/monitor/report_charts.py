@@ -7,6 +7,7 @@ dark.
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
 import warnings
@@ -25,6 +26,7 @@ from atropos_common.protocol.records import GaugesRecord
 from atropos_tui.monitor.bench import PARTS
 from atropos_tui.monitor.charts import (
     HELD_OUT,
+    NOISY,
     PAGE,
     WRITERS,
     Along,
@@ -111,6 +113,8 @@ class PageCurve:
     span: str
     """Lowest and highest of all values."""
     scatter: bool = False
+    noisy: bool = False
+    """The page may smooth it."""
     not_finite: int = 0
     places: Sequence[float] = ()
     """Positions of the points on the axis, if not their steps."""
@@ -157,8 +161,13 @@ def charts(state: RunState) -> list[PageChart]:
     found = []
     for spec in PAGE:
         has_evaluations = any(curve.metric == HELD_OUT for curve in spec.curves)
-        found.append(_chart(spec, state, every if has_evaluations else few))
+        found.append(_chart(spec, state, _once(every) if has_evaluations else few))
     return [chart for chart in (*found, _split(state, few)) if chart.lines]
+
+
+def _once(every: list[Mark]) -> list[Mark]:
+    # Splits that are evaluated together make one mark.
+    return list({(mark.kind, mark.step): mark for mark in every}.values())
 
 
 def _chart(spec: ChartSpec, state: RunState, beside: list[Mark]) -> PageChart:
@@ -166,9 +175,8 @@ def _chart(spec: ChartSpec, state: RunState, beside: list[Mark]) -> PageChart:
     longest = 0
     for curve in spec.curves:
         for label, series in _found(curve, state):
-            lines.append(
-                _line(label, len(lines) + 1, series, WRITERS[spec.unit], scatter=curve.scatter)
-            )
+            line = _line(label, len(lines) + 1, series, WRITERS[spec.unit], scatter=curve.scatter)
+            lines.append(line and replace(line, noisy=curve.metric in NOISY))
             longest = max(longest, 0 if curve.metric == HELD_OUT else series.count)
     is_thin = longest > POINTS
     note = f"{longest:,} points, thinned; every slice keeps its extremes." if is_thin else ""
@@ -319,8 +327,25 @@ def draw(chart: PageChart, name: str) -> str:
         _make_room(axes)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", transparent=True)
-        spots = list(_spots(axes, chart))
-    return _embedded(buffer.getvalue(), chart, name, spots)
+        spots, plot = list(_spots(axes, chart)), _plot(axes, chart)
+    return _embedded(buffer.getvalue(), chart, name, spots, plot)
+
+
+def _plot(axes: Axes, chart: PageChart) -> dict[str, Any]:
+    # Scales of the picture, from which the page's script zooms; the box in SVG units.
+    scale = 72 / axes.get_figure(root=True).dpi  # type: ignore[union-attr]
+    extent, height = axes.get_window_extent(), SIZE_IN[1] * 72
+    left, right = extent.x0 * scale, extent.x1 * scale
+    top, bottom = height - extent.y1 * scale, height - extent.y0 * scale
+    return {
+        "box": [round(float(edge), 2) for edge in (left, top, right, bottom)],
+        "x": list(map(float, axes.get_xlim())),
+        "y": list(map(float, axes.get_ylim())),
+        "log": chart.spec.log,
+        "unit": chart.spec.unit,
+        "whole": chart.over in ("optimizer steps", Along.STEPS),
+        "stacked": chart.stacked,
+    }
 
 
 def _make_room(axes: Axes) -> None:
@@ -383,8 +408,8 @@ def _paint(axes: Axes, chart: PageChart) -> None:
         _stack(axes, chart.lines)
     else:
         # Later ones cover earlier ones, and the first curve belongs on top.
-        for line in reversed(chart.lines):
-            _curve(axes, line)
+        for at, line in reversed(list(enumerate(chart.lines, 1))):
+            _curve(axes, line, at)
     _limits(axes, chart)
     low, high = axes.get_ylim()  # the healthy band and marks must not widen the axis
     if chart.spec.healthy:
@@ -423,16 +448,21 @@ def _tick(value: float, unit: str) -> str:
     return f"{text} {unit}" if unit and value else text
 
 
-def _curve(axes: Axes, line: PageCurve) -> None:
+def _curve(axes: Axes, line: PageCurve, at: int) -> None:
+    # By its id the page's script finds a curve.
     points, colour = line.points, _colour(line.colour)
     values = [value if math.isfinite(value) else math.nan for value in points.values]
     if line.band:
-        axes.fill_between(line.along, *line.band, color=colour, alpha=0.16, linewidth=0)
+        axes.fill_between(
+            line.along, *line.band, color=colour, alpha=0.16, linewidth=0, gid=f"curve-{100 + at}"
+        )
     if line.scatter:
-        axes.plot(line.along, values, "D", color=colour, markersize=4.5)
+        axes.plot(line.along, values, "D", color=colour, markersize=4.5, gid=f"curve-{at}")
     else:
         mark, width = "o" if len(points) <= FEW else "", 1.6 if len(points) <= MANY else 0.9
-        axes.plot(line.along, values, color=colour, marker=mark, markersize=3, linewidth=width)
+        style = {"color": colour, "marker": mark, "markersize": 3, "linewidth": width}
+        kind = "noisy" if line.noisy else "curve"
+        axes.plot(line.along, values, gid=f"{kind}-{at}", **style)  # type: ignore[arg-type]
 
 
 def _stack(axes: Axes, lines: Sequence[PageCurve]) -> None:
@@ -468,7 +498,9 @@ def _colour(number_: int) -> str:
     return f"#0102{(number_ - 1) % PALETTE + 1:02x}"
 
 
-def _embedded(data: bytes, chart: PageChart, name: str, spots: Sequence[HoverSpot]) -> str:
+def _embedded(
+    data: bytes, chart: PageChart, name: str, spots: Sequence[HoverSpot], plot: dict[str, Any]
+) -> str:
     # For an HTML page: unique ids, page colours, title, description, hover values.
     root = ElementTree.fromstring(data)
     for tag in ("metadata", "defs"):
@@ -486,6 +518,7 @@ def _embedded(data: bytes, chart: PageChart, name: str, spots: Sequence[HoverSpo
     for key in ("width", "height", "version"):
         root.attrib.pop(key, None)
     root.attrib |= {"role": "img", "aria-labelledby": f"{name}-title {name}-desc", "class": "chart"}
+    root.set("data-plot", json.dumps(plot))
     for at, (tag, text) in enumerate((("title", chart.name), ("desc", _described(chart)))):
         element = ElementTree.Element(f"{{{SVG}}}{tag}", {"id": f"{name}-{tag}"})
         element.text = text

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from atropos_common.protocol.trainer_records import RolloutRecord
 from atropos_tui.monitor.patterns import Pattern
@@ -89,8 +89,25 @@ def known_rewards(rollouts: Iterable[RolloutRecord]) -> list[float]:
 
 Only = Literal["all", "worse", "flat"]
 ONLY: tuple[Only, ...] = get_args(Only)
-Order = Literal["newest", "worst", "best"]
+Order = Literal[
+    "newest", "lowest reward", "highest reward", "lowest advantage", "highest advantage"
+]
 ORDERS: tuple[Order, ...] = get_args(Order)
+Row = TypeVar("Row")
+
+
+def in_order(rows: Sequence[Row], order: Order, of: Callable[[Row], RolloutRecord]) -> list[Row]:
+    """Sort rows that are newest first; rows without a finite value come last."""
+    if order == "newest":
+        return list(rows)
+    high, _, name = order.partition(" ")
+    sign = -1 if high == "highest" else 1
+
+    def key(row: Row) -> tuple[bool, float]:
+        value: float = getattr(of(row), name)
+        return (False, sign * value) if math.isfinite(value) else (True, 0.0)
+
+    return sorted(rows, key=key)
 
 
 def chosen(found: Iterable[RolloutGroup], only: Only) -> list[RolloutGroup]:

@@ -57,7 +57,8 @@ from atropos_tui.ui.widgets.events import Events
 from atropos_tui.ui.widgets.footer import Footer
 from atropos_tui.ui.widgets.log_view import LogView
 from atropos_tui.ui.widgets.panel import Listing, View, hidden
-from atropos_tui.ui.widgets.rollouts import RolloutDetail, Rollouts
+from atropos_tui.ui.widgets.rollout_detail import RolloutDetail
+from atropos_tui.ui.widgets.rollouts import Rollouts
 
 # Seconds to wait for the lines of a log that was switched to, and number of checks in that time.
 FILL_S, FILL_LOOKS = 0.6, 6

@@ -166,6 +166,16 @@ STYLES = {
     "found": "bold underline on $found",
     "gone": "strike $error",
     "new": "underline $success",
+    # Classes of a token's logprob difference, and ranks of its weight version; each has a sign of
+    # its own beside the colour.
+    "diff-1": "$primary",
+    "diff-2": "underline $warning",
+    "diff-3": "bold underline $error",
+    "diff-4": "bold $background on $error",
+    "version-0": "$success",
+    "version-1": "underline $primary",
+    "version-2": "bold $warning",
+    "version-3": "bold underline $error",
     "plain": "$log",
     "poll": "$log",
     "note": "italic $quiet",

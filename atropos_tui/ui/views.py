@@ -26,7 +26,8 @@ from atropos_tui.ui.widgets.legend import RunsLegend
 from atropos_tui.ui.widgets.log_view import LogView
 from atropos_tui.ui.widgets.machine import MachinePanel, Nodes
 from atropos_tui.ui.widgets.panel import Guarded, Panel, View
-from atropos_tui.ui.widgets.rollouts import RolloutDetail, Rollouts
+from atropos_tui.ui.widgets.rollout_detail import RolloutDetail
+from atropos_tui.ui.widgets.rollouts import Rollouts
 
 # Seconds between two draws: of changes, and of curves.
 REFRESH_S = 0.25

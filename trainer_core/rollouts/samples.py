@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from atropos_common.protocol.bridge import VersionSpan
 from atropos_common.protocol.token_columns import TokenSpan, pack
 from atropos_common.protocol.trainer_records import RolloutTurn
-from trainer_core.ranks.world import World
 from trainer_core.rollouts.batch import Rollout, segments
 from trainer_core.rollouts.packing import PackedRow
 from trainer_core.rollouts.source import Lag
@@ -37,6 +36,10 @@ MARKER_CHARS = 48
 """Limit of `LEFT_OUT`, in characters."""
 MOST_PIECES = 4
 """Longest run of tokens that make one character, in tokens."""
+
+
+Found = dict[int, NDArray[np.float32]]
+"""Index of a rollout -> logprobs of its trained tokens."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +81,12 @@ class Samples:
                 self._found[index] = logprobs[start:end].detach().clone()
             start = end
 
-    def known(self, world: World) -> list[Sample]:
-        """Return the samples, with the logprobs of every rank."""
+    def known(self, gather: Callable[[Found], list[Found]]) -> list[Sample]:
+        """Return the samples; `gather` returns the logprobs that each rank computed."""
         if not self.chosen:
             return []
-        found: dict[int, NDArray[np.float32]] = {}
-        for part in world.gather({i: v.float().cpu().numpy() for i, v in self._found.items()}):
+        found: Found = {}
+        for part in gather({i: v.float().cpu().numpy() for i, v in self._found.items()}):
             found |= part
         return [Sample(index, size, found.get(index)) for index, size in self.chosen]
 

@@ -1,22 +1,24 @@
-"""Rollouts by group, newest first, with search and comparison. Their text is untrusted."""
+"""The list of rollouts: by group or sorted, with search, comparison and export. Their text is
+untrusted."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+import asyncio
+import re
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar
 
 from rich.text import Text
-from textual.app import ComposeResult
 from textual.binding import BindingType
-from textual.containers import VerticalScroll
-from textual.message import Message
-from textual.widgets import Static
 
 from atropos_common.protocol.trainer_records import RolloutRecord
-from atropos_tui.monitor.format import counted, number, one_line, plain_lines
+from atropos_common.system.files import write_private
+from atropos_tui.monitor.format import counted, number, one_line
 from atropos_tui.monitor.patterns import Pattern
+from atropos_tui.monitor.rollout_export import json_line
 from atropos_tui.monitor.rollout_groups import (
     ONLY,
     ORDERS,
@@ -25,18 +27,23 @@ from atropos_tui.monitor.rollout_groups import (
     RolloutGroup,
     answer,
     chosen,
-    diff,
     earlier_twin,
     groups,
-    known_rewards,
+    in_order,
     question,
     shared_beginning,
 )
-from atropos_tui.ui.plot import sparkline
 from atropos_tui.ui.theme import title
-from atropos_tui.ui.widgets.panel import Guarded, Listing, View, after, hidden
+from atropos_tui.ui.widgets.panel import Listing, View, after, hidden
+from atropos_tui.ui.widgets.rollout_detail import (
+    COLOURS,
+    MOST_SPREAD,
+    Look,
+    Pointed,
+    RolloutDetail,
+    spread,
+)
 
-MOST_SPREAD = 16  # rewards of a group that are shown
 STEP, REWARD, ADVANTAGE, GAP = 6, 6, 7, 2
 LEGIBLE = 30  # cells that the answer keeps when advantage and rewards get columns
 ASKED = 40  # cells from which the question is shown beside a long answer
@@ -69,22 +76,27 @@ class Rollouts(Listing[RolloutRow]):
             "or since the same prompt in an earlier step",
         ),
         hidden("v", "only", "Which", "Rollouts: all, those worse than their group, flat groups"),
-        hidden("S", "order", "Order", "Rollouts: newest first, worst advantage first, best first"),
+        hidden("S", "order", "Sort", "Rollouts: sort by step, by reward, by advantage"),
+        hidden("o", "one_step", "One step", "Rollouts: only the step under the cursor, or all"),
+        hidden(
+            "C",
+            "colours",
+            "Colours",
+            "Rollouts: colour tokens by logprob difference, or by weight version",
+        ),
+        hidden("B", "beside", "Group", "Rollouts: the group's completions side by side"),
+        hidden("n", "turn(1)", "Next turn", "Rollouts: next turn, or next match of the search"),
+        hidden("N", "turn(-1)", "Turn before", "Rollouts: the turn or match before"),
+        hidden("space", "page_text(1)", "Page text", "Rollouts: scroll the completion down"),
+        hidden("b", "page_text(-1)", "Page back", "Rollouts: scroll the completion up"),
         hidden("y", "copy", "Copy", "Rollouts: copy prompt and completion"),
+        hidden("e", "export", "Export", "Rollouts: write the listed ones as JSONL"),
     ]
 
     head = 1
     best = ("app.search", "only", "order", "diff", "app.zoom")
 
-    @dataclass(eq=False)
-    class Pointed(Message):
-        """Show another completion, compared with `base` if there is one."""
-
-        rollout: RolloutRecord | None
-        base: RolloutRecord | None
-        words: str
-        group: tuple[RolloutRecord, ...] = ()
-        pattern: Pattern | None = None
+    Pointed = Pointed
 
     def __init__(self) -> None:
         super().__init__(id="rollouts")
@@ -94,6 +106,9 @@ class Rollouts(Listing[RolloutRow]):
         self._comparing = False
         self._only: Only = "all"
         self._order: Order = "newest"
+        self._step: int | None = None  # the only step that is shown
+        self._look = Look()
+        self._run = ""
         self._shared = 0  # characters that all questions begin with; not shown
         self._spread = 0  # width in cells of a group's rewards
 
@@ -109,7 +124,7 @@ class Rollouts(Listing[RolloutRow]):
             not self._all or view.state.rollouts[-1] is self._all[-1]
         ):
             return
-        self._all = list(view.state.rollouts)
+        self._all, self._run = list(view.state.rollouts), view.info.name
         self._fill()
 
     def search(self, pattern: Pattern | None) -> str:
@@ -129,6 +144,9 @@ class Rollouts(Listing[RolloutRow]):
         elif self._only != "all":
             self._only = "all"
             self._fill()
+        elif self._step is not None:
+            self._step = None
+            self._fill()
         elif self._mark is not None or self._comparing:
             self._mark, self._comparing = None, False
             self._retitle()
@@ -139,23 +157,25 @@ class Rollouts(Listing[RolloutRow]):
         return True
 
     def _fill(self) -> None:
-        matching = chosen(groups(self._all, self._pattern), self._only)
+        known = [one for one in self._all if self._step in (None, one.step)]
+        matching = chosen(groups(known, self._pattern), self._only)
         rows = [RolloutRow(group, at) for group in matching for at in range(len(group.rollouts))]
-        if self._order != "newest":
-            rows.sort(key=lambda row: row.rollout.advantage, reverse=self._order == "best")
+        rows = in_order(rows, self._order, lambda row: row.rollout)
         self._shared = shared_beginning({question(group.prompt) for group in matching})
         self._spread = min(max((len(group.rollouts) for group in matching), default=0), MOST_SPREAD)
         self.put(rows)
         self._retitle()
 
     def _retitle(self) -> None:
-        is_part = self._pattern or self._only != "all"
+        is_part = self._pattern or self._only != "all" or self._step is not None
         note = f"{len(self.items) if is_part else 'newest'} of {len(self._all)}"
         only = {"all": "", "worse": "worse than their group", "flat": "flat groups"}[self._only]
-        order = "" if self._order == "newest" else f"{self._order} advantage first"
+        order = "" if self._order == "newest" else f"{self._order} first"
+        step = "" if self._step is None else f"step {self._step} alone"
         parts = (
             (note if self._all else "no data", "quiet"),
             (f"/ {one_line(self._pattern.text)}" if self._pattern else "", "accent"),
+            (step, "accent"),
             (only, "warning"),
             (order, "accent"),
             (f"marked: step {self._mark.step}" if self._mark else "", "accent"),
@@ -169,6 +189,48 @@ class Rollouts(Listing[RolloutRow]):
     def action_order(self) -> None:
         self._order = after(self._order, ORDERS)
         self._fill()
+
+    def action_one_step(self) -> None:
+        # The cursor goes to the first row: that of the lowest reward, if sorted by it.
+        now = self.current.rollout.step if self.current else None
+        self._step = None if self._step is not None else now
+        self.cursor = 0
+        self._fill()
+
+    def action_colours(self) -> None:
+        self._look = replace(self._look, colours=after(self._look.colours, COLOURS), beside=False)
+        self.point()
+
+    def action_beside(self) -> None:
+        self._look = replace(self._look, beside=not self._look.beside)
+        self.point()
+
+    def action_turn(self, by: int) -> None:
+        for detail in self.screen.query(RolloutDetail):
+            detail.turn(by)
+
+    def action_page_text(self, by: int) -> None:
+        for detail in self.screen.query(RolloutDetail):
+            detail.page(by)
+
+    def action_export(self) -> None:
+        records = [item.rollout for item in self.items]
+        self.app.run_worker(self._export(records), group="export")
+
+    async def _export(self, records: list[RolloutRecord]) -> None:
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", self._run) or "run"
+        path = Path(f"atropos-{name}-rollouts-{time.strftime('%Y%m%d-%H%M%S')}.jsonl").resolve()
+
+        def write() -> None:
+            write_private(path, "".join(f"{json_line(record)}\n" for record in records))
+
+        try:
+            await asyncio.to_thread(write)
+        except OSError as error:
+            words = f"cannot write {path}: {error.strerror}"
+            self.app.notify(words, severity="error", markup=False)
+        else:
+            self.app.notify(f"{counted(len(records), 'rollout')}: {path}", markup=False)
 
     def action_copy(self) -> None:
         if self.current:
@@ -193,7 +255,7 @@ class Rollouts(Listing[RolloutRow]):
             words = f"against step {base.step}" if base else "no earlier step to compare with"
             words += ", another prompt" if base and base.prompt != rollout.prompt else ""
         group = self.current.group.rollouts if self.current else ()
-        self.post_message(self.Pointed(rollout, base, words, group, self._pattern))
+        self.post_message(self.Pointed(rollout, base, words, group, self._pattern, self._look))
 
     def action_mark(self) -> None:
         # A second press removes the mark.
@@ -209,17 +271,22 @@ class Rollouts(Listing[RolloutRow]):
 
     def head_line(self) -> Text:
         columns = self._columns(self.scrollable_content_region.width)
-        line = f"{'step':>{STEP - 1}}{'reward':>{REWARD + 1}}"
+        rewards = {"lowest reward": "reward↑", "highest reward": "reward↓"}
+        advantages = {"lowest advantage": "adv↑", "highest advantage": "adv↓"}
+        line = f"{'step':>{STEP - 1}}{rewards.get(self._order, 'reward'):>{REWARD + 1}}"
+        advantage = advantages.get(self._order, "adv")
         for name in columns:
             title_ = "rewards" if self._spread > 6 else ""
-            line += f"{'adv':>{ADVANTAGE}}" if name == "advantage" else f" {title_:<{self._spread}}"
+            line += (
+                f"{advantage:>{ADVANTAGE}}" if name == "advantage" else f" {title_:<{self._spread}}"
+            )
         return Text(f"{line}{' ' * GAP}answer ← question", self.style("dim"), no_wrap=True, end="")
 
     def _columns(self, width: int) -> tuple[str, ...]:
         cells = {"advantage": ADVANTAGE, "spread": 1 + self._spread if self._spread > 1 else 0}
         wanted = ("advantage", "spread") if self._order != "newest" else ("spread", "advantage")
         room, found = width - STEP - REWARD - GAP - LEGIBLE, set()
-        # Sorted by advantage, the advantage is the column to keep.
+        # In a sorted list, which tears groups apart, the advantage is the column to keep.
         for name in wanted:
             if cells[name] and cells[name] <= room:
                 room -= cells[name]
@@ -228,7 +295,7 @@ class Rollouts(Listing[RolloutRow]):
 
     def draw(self, item: RolloutRow, width: int) -> Text:
         record, columns = item.rollout, self._columns(width)
-        # Sorted by advantage, groups are torn apart, so every row shows its question.
+        # Sorted, groups are torn apart, so every row shows its question.
         is_first = item.at == 0 or self._order != "newest"
         tone = "good" if record.advantage > 0 else "bad" if record.advantage < 0 else "dim"
         mark = "◆" if record is self._mark else " "
@@ -270,85 +337,3 @@ class Rollouts(Listing[RolloutRow]):
         if hit is not None and hit > room - 8:
             text = f"…{text[max(hit - room // 3, 0) :]}"
         return text if len(text) <= room else f"{text[: max(room - 1, 0)]}…"
-
-
-def spread(rollouts: Sequence[RolloutRecord]) -> str:
-    """Return the rewards of a group as a sparkline, one cell each."""
-    rewards = [one.reward for one in rollouts[:MOST_SPREAD]]
-    known = known_rewards(rollouts[:MOST_SPREAD])
-    # Lowest to highest reward of this group; equal rewards are drawn at half height.
-    low, high = min(known, default=0.0), max(known, default=0.0)
-    shares = [(reward - low) / (high - low) if high > low else 0.5 for reward in rewards]
-    return sparkline(shares, len(rewards))
-
-
-class RolloutDetail(VerticalScroll, Guarded):
-    """One completion in full, or the changes between two."""
-
-    DEFAULT_CLASSES = "panel"
-    DEFAULT_CSS = """
-    RolloutDetail {
-        width: 1fr;
-        height: 1fr;
-    }
-    """
-
-    def __init__(self) -> None:
-        super().__init__(id="rollout-detail")
-
-    def compose(self) -> ComposeResult:
-        yield Static(id="rollout-text")
-
-    def on_mount(self) -> None:
-        self.border_title = title("Rollout")
-
-    def show_rollout(self, message: Rollouts.Pointed) -> None:
-        self.recover()
-        with self.guard():
-            self._show(message)
-
-    def _show(self, message: Rollouts.Pointed) -> None:
-        rollout = message.rollout
-        about = f"step {rollout.step} · {one_line(rollout.env)}" if rollout else "no data"
-        self.border_title = title("Rollout", (about, "quiet"), (message.words, "accent"))
-        text = self._text(rollout, message.base, message.group) if rollout else Text()
-        for start, end in message.pattern.spans(text.plain) if message.pattern else ():
-            text.stylize(self.style("found"), start, end)
-        self.query_one("#rollout-text", Static).update(text)
-
-    def _text(
-        self, rollout: RolloutRecord, base: RolloutRecord | None, group: Sequence[RolloutRecord]
-    ) -> Text:
-        label = self.style("dim")
-        text = Text()
-        figures = [
-            ("reward", number(rollout.reward, 2)),
-            ("advantage", number(rollout.advantage, 2)),
-            ("policy lag", number(rollout.policy_lag, 1)),
-            ("tokens", number(rollout.tokens, 0)),
-        ]
-        if len(group) > 1:
-            known = known_rewards(group) or [math.nan]
-            # The list may hold only part of the group.
-            is_part = (rollout.group_size or 0) > len(group)
-            of = f", {len(group)} of {rollout.group_size}" if is_part else ""
-            low, high = number(min(known), 2), number(max(known), 2)
-            figures.append(("group", f"{low} {spread(group)} {high}{of}"))
-        for name, value in figures:
-            text.append(f"{name} ", label).append(f"{value}   ")
-        for name in ("completion", "prompt"):
-            text.append(f"\n\n{name}\n", label)
-            new = plain_lines(getattr(rollout, name))
-            old = plain_lines(getattr(base, name)) if base else new
-            text.append_text(self._changes(old, new) if base else Text(new))
-        return text
-
-    def _changes(self, old: str, new: str) -> Text:
-        # Brackets as in `wdiff`: the changes stay readable without colours and in copied text.
-        around = {"same": ("", ""), "gone": ("[-", "-]"), "new": ("{+", "+}")}
-        text = Text()
-        for change, words in diff(old, new):
-            begin, end = around[change]
-            style = "" if change == "same" else self.style(change)
-            text.append(f"{begin}{words}{end}", style)
-        return text

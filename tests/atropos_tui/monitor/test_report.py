@@ -3,6 +3,8 @@ its files."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
 import os
@@ -32,7 +34,7 @@ from atropos_common.system.run_dir import LATEST_TIME, RunDir
 from atropos_tui.monitor.charts import PAGE
 from atropos_tui.monitor.format import number
 from atropos_tui.monitor.report import exit_words, lanes, render_report
-from atropos_tui.monitor.report_charts import POINTS, charts
+from atropos_tui.monitor.report_charts import POINTS, charts, draw
 from atropos_tui.monitor.run.run_files import load_run, status_from_files
 from atropos_tui.monitor.run.series import Series, averaged, thin
 from atropos_tui.monitor.run.state import RunState
@@ -68,11 +70,14 @@ def table_rows(tree: ElementTree.Element) -> list[list[str]]:
 
 
 def assert_self_contained(tree: ElementTree.Element) -> None:
-    """No script, no handler, and no reference that leaves the page."""
+    """One script, which the policy names; no handler, and no reference that leaves the page."""
+    (script,) = (one for one in tree.iter() if str(one.tag).rpartition("}")[2] == "script")
+    digest = base64.b64encode(hashlib.sha256((script.text or "").encode()).digest()).decode()
+    for outside in ("http:", "https:", "fetch", "XMLHttpRequest", "import(", "eval"):
+        assert outside not in (script.text or "").replace("http://www.w3.org/2000/svg", "")
     for element in tree.iter():
         name = str(element.tag).rpartition("}")[2]
         assert name not in (
-            "script",
             "link",
             "iframe",
             "object",
@@ -92,7 +97,10 @@ def assert_self_contained(tree: ElementTree.Element) -> None:
     assert "url(" not in styles
     assert "@import" not in styles
     policy = next(meta for meta in tree.iter(f"{XHTML}meta") if meta.get("http-equiv"))
-    assert policy.get("content", "").startswith("default-src 'none'")
+    assert policy.get("content") == (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
+        "img-src data:"
+    )
 
 
 def assert_ids_are_unique(tree: ElementTree.Element) -> None:
@@ -166,7 +174,7 @@ def test_the_page_is_well_formed_self_contained_and_has_the_runs_values(tmp_path
         ["Seed", "11"],
         ["torch", "2.13.0"],
         ["Git commit", "abc123 with changes"],
-        ["Exit code", "0"],
+        ["End", "done (0)"],
     ):
         assert row in rows
     assert any(row[1:] == ["vllm", "● healthy", "probe passed from starting"] for row in rows)
@@ -405,7 +413,7 @@ def test_a_run_without_telemetry_and_one_without_anything_say_so(tmp_path: Path)
     )
     tree = parsed(page_of(run))
     words = text_of(tree)
-    assert "✖ ended with code 3" in words
+    assert "✖ a component failed (3)" in words
     assert "The trainer has written no telemetry" in words
     assert ["Reason", "vllm failed"] in table_rows(tree)
     assert not list(tree.iter(f"{SVG}svg"))
@@ -638,6 +646,33 @@ def test_chromium_opens_it_without_an_error_or_a_request(tmp_path: Path) -> None
     assert "evil.example" not in log.read_text()
 
 
+def test_a_chart_has_the_scales_that_the_script_zooms_by(tmp_path: Path) -> None:
+    _, state, _ = load_run(make_run(tmp_path / "run").root)
+    chart = charts(state)[0]
+    picture = ElementTree.fromstring(draw(chart, "one"))
+    plot = json.loads(picture.get("data-plot", ""))
+    left, top, right, bottom = plot["box"]
+    view = [float(number) for number in picture.get("viewBox", "").split()]
+    assert 0 < left < right <= view[2] and 0 < top < bottom < view[3]
+    ids = {element.get("id", "") for element in picture.iter()}
+    assert {"one-noisy-1", "one-axes_1"} <= ids
+    curve = next(one for one in picture.iter() if one.get("id") == "one-noisy-1")
+    path = next(one for one in curve.iter() if str(one.tag).endswith("path"))
+    xs = [float(x) for x, _ in re.findall(r"[ML] (\S+) (\S+)", path.get("d", ""))]
+    low, high = plot["x"]
+    first = low + (xs[0] - left) / (right - left) * (high - low)
+    assert first == pytest.approx(chart.lines[0].points.steps[0], abs=0.2)
+
+
+def test_the_model_is_named_by_its_path(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    facts = json.loads(run.run_json.read_text()) | {"model": "${ATROPOS_CACHE}/tiny"}
+    run.run_json.write_text(json.dumps(facts))
+    plan = {"components": [{"command": ["python", "-m", "vllm_server", "--model", "/cache/tiny"]}]}
+    run.plan_json.write_text(json.dumps(plan))
+    assert ["Model", "/cache/tiny"] in table_rows(parsed(page_of(run)))
+
+
 def test_evaluations_stand_only_beside_accuracies(tmp_path: Path) -> None:
     """They stood under all charts, two splits side by side, and hid the restarts."""
     _, state, _ = load_run(make_run(tmp_path / "run").root)
@@ -651,7 +686,16 @@ def test_evaluations_stand_only_beside_accuracies(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("code", "words"),
-    [(None, "–"), (0, "0"), (3, "3"), (-15, "-15 (SIGTERM)"), (143, "143 (SIGTERM)"), (250, "250")],
+    [
+        (None, "–"),
+        (0, "ended normally"),
+        (3, "error, exit code 3"),
+        (-15, "stopped (SIGTERM)"),
+        (143, "stopped (SIGTERM)"),
+        (-9, "killed (SIGKILL)"),
+        (139, "crashed (SIGSEGV)"),
+        (250, "error, exit code 250"),
+    ],
 )
-def test_an_exit_code_names_its_signal(code: int | None, words: str) -> None:
+def test_an_exit_code_is_told_in_words(code: int | None, words: str) -> None:
     assert exit_words(code) == words

@@ -106,7 +106,7 @@ def test_the_logprobs_kept_are_those_of_the_right_rollout(reader: TextReader) ->
     for row in pack_rows(rollouts, 24):
         samples.take(row, row.labels.float())
         samples.take(row, torch.zeros(len(row.labels)))  # a second pass with other weights
-    for sample in samples.known(ALONE):
+    for sample in samples.known(ALONE.gather):
         rollout = rollouts[sample.index]
         assert sample.logprobs is not None
         assert sample.logprobs.tolist() == rollout.tokens[rollout.trained].tolist()

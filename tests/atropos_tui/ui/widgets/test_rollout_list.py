@@ -93,7 +93,7 @@ async def test_ordered_by_advantage_the_list_shows_it_first(tmp_path: Path) -> N
         run.telemetry_jsonl, group([LONG.format(sum_) for sum_ in (10439, 10429) * 4]), start=1000
     )
     async with cockpit(run, (120, 40), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
-        await screen.press("4", "S")
+        await screen.press("4", "S", "S", "S")
         listing = screen.app.query_one(Rollouts)
         await screen.until(lambda: len(listing.items) > 8)
         assert "adv" in listing.head_line().plain and "rewards" not in listing.head_line().plain
