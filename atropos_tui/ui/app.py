@@ -57,7 +57,7 @@ from atropos_tui.ui.widgets.events import Events
 from atropos_tui.ui.widgets.footer import Footer
 from atropos_tui.ui.widgets.log_view import LogView
 from atropos_tui.ui.widgets.panel import Listing, View, hidden
-from atropos_tui.ui.widgets.rollout_detail import RolloutDetail
+from atropos_tui.ui.widgets.rollout_detail import Pointed, RolloutDetail
 from atropos_tui.ui.widgets.rollouts import Rollouts
 
 # Seconds to wait for the lines of a log that was switched to, and number of checks in that time.
@@ -306,7 +306,7 @@ class CockpitApp(CommandApp):
             return (log.component,)
         return tuple(row.name for row in self.status.components) if self.status else ()
 
-    def on_rollouts_pointed(self, message: Rollouts.Pointed) -> None:
+    def on_rollouts_pointed(self, message: Pointed) -> None:
         detail = self.find(RolloutDetail)
         if detail and detail.display:
             detail.show_rollout(message)
