@@ -92,6 +92,8 @@ class RunDir:
 
     run_json = _Below("run.json")
     result_json = _Below("result.json")
+    notes_json = _Below("notes.json")
+    """Note and tags, written by `note` and the screen."""
     profile_toml = _Below("profile.toml")
     plan_json = _Below("plan.json")
     control_sock = _Below("control.sock")

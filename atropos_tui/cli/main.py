@@ -36,13 +36,14 @@ def _run(argv: Sequence[str]) -> int:
         from atropos_tui.cli.completion import answer
 
         answer(parser)
-    if not argv:
+    if not argv and not _is_on_terminal():
         return _introduce(parser)
-    if not argv[0].startswith("-") and argv[0] not in (known := command_names(parser)):
+    if argv and not argv[0].startswith("-") and argv[0] not in (known := command_names(parser)):
         _say(_no_command(argv[0], known))
         return int(Exit.USAGE)
     # `parse_known_args` leaves unknown words to us: a misplaced --set gets a message of its own.
-    options, unknown = parser.parse_known_args(argv)
+    home = argparse.Namespace(handler="manage.control:open_home")
+    options, unknown = parser.parse_known_args(argv) if argv else (home, [])
     if mistake := _misplaced_set(argv, getattr(options, "sets", []), unknown):
         _say(mistake)
         return int(Exit.USAGE)
@@ -101,6 +102,10 @@ def _folder_is_gone() -> bool:
     except OSError:
         return True
     return False
+
+
+def _is_on_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def _introduce(parser: argparse.ArgumentParser) -> int:

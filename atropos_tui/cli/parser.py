@@ -335,6 +335,11 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
         type=_count,
         help="show only the newest N, 0: all (default 20; --json: all)",
     )
+    note = _command(commands, "note", "manage.notes:note", "show or write a run's note and tags")
+    note.add_argument("run", metavar="RUN", type=Path, help=NAMED)
+    note.add_argument("text", metavar="TEXT", nargs="?", help="replaces the note; '' removes it")
+    for name, dest, text in (("--tag", "tags", "add a tag"), ("--untag", "untags", "remove a tag")):
+        note.add_argument(name, metavar="TAG", dest=dest, action="append", default=[], help=text)
     report = _command(
         commands,
         "report",

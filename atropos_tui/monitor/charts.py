@@ -270,6 +270,10 @@ class Lens:
     cuts_outliers: bool = True
     other_axis: frozenset[str] = field(default_factory=frozenset)
     """Charts whose axis the user switched between linear and logarithmic."""
+    hidden_runs: frozenset[int] = field(default_factory=frozenset)
+    """Entries of the legend of compared runs that are not drawn."""
+    each_run: bool = False
+    """Draw the seeds of one setting as curves of their own, not as a band."""
 
     def window(self, first: float, last: float) -> tuple[float, float]:
         """Return the shown part of the axis."""

@@ -116,6 +116,11 @@ def settings_of(run: RunDir) -> dict[str, str]:
     }
 
 
+def flat_settings(table: dict[str, Any]) -> dict[str, str]:
+    """Return every setting of a profile by dotted key."""
+    return {masked_line(key): masked_line(str(value)) for key, value in _flat(table)}
+
+
 def _flat(table: dict[str, Any], before: str = "") -> Iterator[tuple[str, object]]:
     # Entries of an array of tables go by their name, else by their index. Of GPUs only the number
     # counts.
@@ -135,6 +140,17 @@ def differing(runs: Sequence[RunCurves]) -> dict[str, list[str]]:
     keys = sorted({key for run in runs for key in run.settings}, key=lambda key: (key == SEED, key))
     found = {key: [run.settings.get(key, NONE) for run in runs] for key in keys}
     return {key: values for key, values in found.items() if len(set(values)) > 1}
+
+
+def by_run(runs: Sequence[RunCurves]) -> list[Setting]:
+    """Return each run alone, named by the run and its differing settings."""
+    found = {key: values for key, values in differing(runs).items() if len(values) > 1}
+    keys = list(found)[:MOST_WORDS]
+    settings = []
+    for at, run in enumerate(runs):
+        words = _words([(key, found[key][at]) for key in keys])
+        settings.append(Setting(", ".join(filter(None, (run.name, words))), (run,)))
+    return settings
 
 
 def by_setting(runs: Sequence[RunCurves]) -> list[Setting]:

@@ -74,6 +74,7 @@ from atropos_tui.monitor.rollout_groups import (
     question,
     shared_beginning,
 )
+from atropos_tui.monitor.run.notes import read_notes
 from atropos_tui.monitor.run.run_files import RunInfo, is_crashed, load_run, read_json
 from atropos_tui.monitor.run.series import Series, mean
 from atropos_tui.monitor.run.state import (
@@ -116,6 +117,7 @@ def render_report(run: RunDir, status: RunStatus, now: float) -> str:
         now,
         name=masked_line(info.name or run.root.name),
         identity=_identity(info, status),
+        note=masked_line(read_notes(run).line),
         verdict=_verdict(status),
         sentence=(masked_line(sentence.line), sentence.tone),
         learned=_learned(state),

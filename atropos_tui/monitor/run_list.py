@@ -20,6 +20,7 @@ from atropos_common.system.files import open_regular
 from atropos_common.system.run_dir import RunDir, registry
 from atropos_tui.monitor.bench import WINDOW
 from atropos_tui.monitor.format import columns, duration, number, one_line, real
+from atropos_tui.monitor.run.notes import Notes, read_notes
 from atropos_tui.monitor.run.run_files import exit_code, moment, read_info, read_json, within
 from atropos_tui.monitor.run.series import mean
 from atropos_tui.profile.ports import has_supervisor
@@ -51,6 +52,8 @@ class RunRow:
     held_out: Number | None
     """Newest held-out accuracy, from 0 to 1."""
     dir: Path
+    note: str = ""
+    tags: tuple[str, ...] = ()
 
     def cells(self, now: float) -> tuple[str, ...]:
         """Return the cells of `HEADINGS`."""
@@ -65,10 +68,11 @@ class RunRow:
             number(self.reward),
             "–" if self.held_out is None else f"{100 * self.held_out:.1f} %",
             one_line(f"{self.state}{ended}"),
+            Notes(self.note, self.tags).line,
         )
 
 
-HEADINGS = ("RUN", "MODE", "STARTED", "TOOK", "STEPS", "REWARD", "HELD OUT", "STATE")
+HEADINGS = ("RUN", "MODE", "STARTED", "TOOK", "STEPS", "REWARD", "HELD OUT", "STATE", "NOTE")
 
 
 FIGURES = HEADINGS[3:7]
@@ -81,6 +85,8 @@ def table(runs: Sequence[RunRow], now: float, width: int | None = None) -> list[
     """Return headings and a line for each run, with the columns that fit."""
     rows = [HEADINGS, *(run.cells(now) for run in runs)]
     kept = list(range(len(HEADINGS)))
+    if width is not None or not any(run.note or run.tags for run in runs):
+        kept.remove(HEADINGS.index("NOTE"))
     for name in SPARED:
         taken = sum(max(len(row[at]) for row in rows) + 2 for at in kept[:-1])
         if width is None or taken + STATE_COLUMNS <= width:
@@ -92,7 +98,7 @@ def table(runs: Sequence[RunRow], now: float, width: int | None = None) -> list[
 
 def listed(run: RunDir, *, is_live: bool, now: float) -> RunRow:
     """Describe `run`; it is `UNFINISHED` if it neither lives nor has a result."""
-    info, figures = read_info(run), last_figures(run)
+    info, figures, notes = read_info(run), last_figures(run), read_notes(run)
     meta, result = read_json(run.run_json), read_json(run.result_json)
     code = None if is_live else exit_code(run)
     until = now if is_live else None if code is None else moment(result.get("ended_at"))
@@ -111,6 +117,8 @@ def listed(run: RunDir, *, is_live: bool, now: float) -> RunRow:
         reward=figures.reward,
         held_out=figures.held_out,
         dir=run.root,
+        note=notes.text,
+        tags=notes.tags,
     )
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -18,6 +17,7 @@ from textual.screen import Screen
 
 from atropos_common.protocol.control import Phase, RunStatus, State
 from atropos_common.protocol.records import CommandRecord, GaugesRecord
+from atropos_common.system.run_dir import RunDir
 from atropos_tui.monitor.charts import SharedLens
 from atropos_tui.monitor.format import clock, one_line
 from atropos_tui.monitor.glossary import MARKS, WORDS
@@ -26,6 +26,7 @@ from atropos_tui.monitor.overlay import Comparison
 from atropos_tui.monitor.run.run_files import RunInfo, status_from_files
 from atropos_tui.monitor.run.state import RunState
 from atropos_tui.monitor.run_list import other_runs
+from atropos_tui.monitor.settings import settings_table
 from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.ui import user_files
 from atropos_tui.ui.commands import CommandApp, Outcome, explained, palette
@@ -42,16 +43,24 @@ from atropos_tui.ui.feed import (
 from atropos_tui.ui.terminal import (
     Bell,
     edit,
-    ground,
     keep_history_out_of_collections,
     run_app,
     save_screenshot,
+    with_theme,
 )
-from atropos_tui.ui.theme import LIGHT, THEME, first_theme, theme_colours
-from atropos_tui.ui.views import REFRESH_S, VIEWS, Navigator, Painter, compose_screen, visible
+from atropos_tui.ui.views import (
+    REFRESH_S,
+    SETTINGS,
+    VIEWS,
+    Navigator,
+    Painter,
+    compose_screen,
+    visible,
+)
 from atropos_tui.ui.widgets.bars import Apply, SearchBar
+from atropos_tui.ui.widgets.chart_grid import ChartGrid
 from atropos_tui.ui.widgets.components import Components
-from atropos_tui.ui.widgets.curves import Chart, ChartGrid
+from atropos_tui.ui.widgets.curves import Chart
 from atropos_tui.ui.widgets.details import StepPanel
 from atropos_tui.ui.widgets.events import Events
 from atropos_tui.ui.widgets.footer import Footer
@@ -59,10 +68,12 @@ from atropos_tui.ui.widgets.log_view import LogView
 from atropos_tui.ui.widgets.panel import Listing, View, hidden
 from atropos_tui.ui.widgets.rollout_detail import Pointed, RolloutDetail
 from atropos_tui.ui.widgets.rollouts import Rollouts
+from atropos_tui.ui.widgets.settings import Settings
 
 # Seconds to wait for the lines of a log that was switched to, and number of checks in that time.
 FILL_S, FILL_LOOKS = 0.6, 6
-SEARCHED = (LogView, Rollouts, Events)
+SEARCHED = (LogView, Rollouts, Events, ChartGrid, Settings)
+Searched = LogView | Rollouts | Events | ChartGrid | Settings
 # Classes of the screen by its size, for the style sheets.
 WIDTHS = ("-tiny", "-narrow", "-wide", "-wider", "-widest")
 HEIGHTS = ("-flat", "-short", "-normal", "-tall")
@@ -87,6 +98,15 @@ class CockpitApp(CommandApp):
         hidden("f", "follow", "Follow", "Follow the end of the log, or stop following"),
         hidden("a", "all_logs", "All logs", "All logs merged, or the selected component's"),
         hidden("c", "compare", "Compare", "Compare with other runs, on the same axes"),
+        *(
+            hidden(
+                f"f{number}",
+                f"toggle_run({number - 1})",
+                f"Run {number}",
+                "Show or hide a compared run, by its number in the legend",
+            )
+            for number in range(1, 10)
+        ),
         hidden("M", "choose_curves", "Curves", "Choose extra curves for Training"),
         hidden(
             "left_square_bracket", "select(-1)", "Previous component", "Select the component above"
@@ -100,6 +120,8 @@ class CockpitApp(CommandApp):
         ),
         hidden("z", "zoom", "Full screen", "Give the focused panel the screen, and back"),
         hidden("F", "fold", "Fold", "Fold the components into one line, or unfold them"),
+        hidden("i", "view('settings')", "Settings", "Settings, and how they differ"),
+        hidden("0", "home", "Runs", "The list of runs; this run goes on"),
         hidden("p", "picture", "Picture", "Save a picture of the screen as SVG"),
         hidden("t", "change_theme", "Theme", "Choose a theme"),
         hidden("d", "detach", "Detach", "Leave the screen; the run goes on"),
@@ -150,19 +172,10 @@ class CockpitApp(CommandApp):
         self.comparison = Comparison()
         self._log_of_all = False
         self._idle: tuple[str, ...] = ()
-
-        # The themes come last: `watch_theme` calls `keep_theme` with a theme that the user chooses.
-        self.keep_theme: Callable[[str], object] = lambda name: None
-        for theme in (THEME, LIGHT):
-            self.register_theme(theme)
-        self.theme = THEME.name
-
-    def watch_theme(self, name: str) -> None:
-        if self.is_running:
-            self.keep_theme(name)
-
-    def get_theme_variable_defaults(self) -> dict[str, str]:
-        return theme_colours(self.current_theme)
+        # Esc in the overview returns to the list of runs.
+        self.from_home = False
+        # Opened with the screen: a view, and runs to compare with.
+        self.first_view, self.first_others = "", tuple[Path, ...]()
 
     def compose(self) -> ComposeResult:
         yield from compose_screen()
@@ -176,6 +189,10 @@ class CockpitApp(CommandApp):
             self.run_worker(follow(), group="feed")
         self.set_interval(REFRESH_S, self._refresh_panels)
         self.run_worker(self.draw_chosen(), group="curves")
+        if self.first_view:
+            self.call_after_refresh(self.action_view, self.first_view)
+        if self.first_others:
+            self.run_worker(self._compare_with(self.first_others), group="compare")
 
     # Messages of the feed.
 
@@ -351,11 +368,22 @@ class CockpitApp(CommandApp):
 
     def action_view(self, name: str) -> None:
         self.views.open(name)
+        if name == SETTINGS:
+            self.run_worker(self._read_settings(), group="settings", exclusive=True)
+
+    async def _read_settings(self) -> None:
+        path = next(iter(self.comparison.others), None)
+        other, name = (RunDir(path), path.name) if path else (None, "")
+        table = await asyncio.to_thread(settings_table, self.feed.run, other, name)
+        if panel := self.find(Settings):
+            panel.put_table(table)
 
     def action_view_before(self) -> None:
         """Undo one filter, search or mark; else return to the view before."""
-        if not any(panel.drop() for panel in self._searchable()):
-            self.views.back()
+        if any(panel.drop() for panel in self._searchable()) or self.views.back():
+            return
+        if self.from_home:
+            self.action_home()
 
     def action_zoom(self) -> None:
         self.views.zoom()
@@ -381,17 +409,18 @@ class CockpitApp(CommandApp):
         if seen := self._searchable():
             self._ask_line("/", seen[0].search, seen[0])
 
-    def _searchable(self) -> list[LogView | Rollouts | Events]:
+    def _searchable(self) -> list[Searched]:
         # The focused one comes first.
         shown = visible(self.main) if self.main else ()
         seen = [widget for widget in shown if isinstance(widget, SEARCHED)]
-        return sorted(seen, key=lambda widget: widget is not self.focused)
+        here = [self.focused, *(self.focused.ancestors if self.focused else ())]
+        return sorted(seen, key=lambda widget: widget not in here)
 
     def action_filter_log(self) -> None:
         if log := self.find(LogView):
             self._ask_line("&", log.narrow, log)
 
-    def _ask_line(self, what: str, apply: Apply, panel: LogView | Rollouts | Events) -> None:
+    def _ask_line(self, what: str, apply: Apply, panel: Searched) -> None:
         if bar := self.find(SearchBar):
             bar.ask(what, apply, panel.focus, panel.accept)
 
@@ -449,6 +478,27 @@ class CockpitApp(CommandApp):
             user_files.keep(charts=kept)
         self.painter.draw_now(Chart, StepPanel)
 
+    def on_chart_grid_changed(self, message: ChartGrid.Changed) -> None:
+        if message.hidden is not None:
+            self.chosen = replace(self.chosen, hidden=tuple(sorted(message.hidden)))
+            user_files.keep(charts=self.chosen)
+            for grid in self.main.query(ChartGrid) if self.main else ():
+                grid.hidden = message.hidden
+                grid.fit()
+        self.painter.draw_now(Chart)
+
+    def action_toggle_run(self, at: int) -> None:
+        """Show or hide a compared run."""
+        count = len(self._view().settings)
+        if at >= count:
+            return
+        lens = self.shared.lens
+        hidden = lens.hidden_runs ^ {at}
+        # Hiding the last one shows all.
+        hidden = frozenset() if len(hidden) == count else hidden
+        self.shared.lens = replace(lens, hidden_runs=hidden)
+        self.painter.draw_now()
+
     def on_chart_asked(self, message: Chart.Asked) -> None:
         if message.what == "rollouts":
             self.action_view("rollouts")
@@ -479,6 +529,9 @@ class CockpitApp(CommandApp):
     async def draw_chosen(self) -> None:
         """Add charts of the chosen curves to the training view."""
         if self.main:
+            for grid in self.main.query(ChartGrid):
+                grid.hidden = frozenset(self.chosen.hidden)
+                grid.fit()
             grid = self.main.query_one("#view-training").query_one(ChartGrid)
             await grid.set_extra(self.chosen.metrics)
             self.painter.draw_now()
@@ -506,10 +559,16 @@ class CockpitApp(CommandApp):
         found = await asyncio.to_thread(other_runs, run.root)
         wanted = await self.push_screen_wait(ChooseRunsDialog(found, others, self.size.width))
         if isinstance(wanted, list):
-            self.comparison = await asyncio.to_thread(self.comparison.with_runs, wanted, run)
-            # A window or cursor of this run alone may lie outside the new axes.
-            self.shared.lens = self.chosen.lens()
-            self.painter.draw_now()
+            await self._compare_with(wanted)
+
+    async def _compare_with(self, others: Sequence[Path]) -> None:
+        run = self.feed.run
+        self.comparison = await asyncio.to_thread(self.comparison.with_runs, others, run)
+        # A window or cursor of this run alone may lie outside the new axes.
+        self.shared.lens = self.chosen.lens()
+        self.painter.draw_now()
+        if self.views.name == SETTINGS:
+            await self._read_settings()
 
 
 def stable_fields(status: RunStatus) -> object:
@@ -521,19 +580,22 @@ def stable_fields(status: RunStatus) -> object:
     return status.phase, status.exit_code, rows
 
 
-def run_cockpit(run_dir: Path, *, read_only: bool = False) -> Outcome:
-    """Show the screen of `run_dir` until the user leaves it."""
+def run_cockpit(
+    run_dir: Path,
+    *,
+    read_only: bool = False,
+    from_home: bool = False,
+    view: str = "",
+    others: Sequence[Path] = (),
+) -> Outcome:
+    """Show the screen of `run_dir` until the user leaves it.
+
+    Args:
+        from_home: opened from the list of runs.
+        view: the first view, if not the overview.
+        others: runs to compare with.
+    """
     app = CockpitApp(run_dir)
-    app.read_only = read_only
-    return run_app(with_theme(app))
-
-
-def with_theme(app: CockpitApp) -> CockpitApp:
-    """Apply ATROPOS_THEME, the user's last choice, or the terminal's default."""
-    wish = os.environ.get("ATROPOS_THEME") or user_files.theme()
-    known = app.available_themes
-    # Ask the terminal for its background only without a valid choice: the answer may take up to
-    # half a second.
-    app.theme = first_theme(wish, known, None if wish in known else ground())
-    app.keep_theme = lambda name: user_files.keep(theme=name)
-    return app
+    app.read_only, app.from_home = read_only, from_home
+    app.first_view, app.first_others = view, tuple(others)
+    return run_app(with_theme(app), "detach")

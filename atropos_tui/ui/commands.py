@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
-from rich.cells import cell_len
-from rich.segment import Segment
-from textual.app import App, SystemCommand
+from textual.app import SystemCommand
 from textual.binding import Binding
-from textual.color import Color
 from textual.dom import DOMNode
-from textual.filter import LineFilter
 from textual.keys import format_key
 from textual.notifications import SeverityLevel
 from textual.screen import Screen
@@ -22,9 +18,8 @@ from textual.widget import Widget
 from atropos_common.protocol.control import Action, CommandRequest, ComponentStatus
 from atropos_common.protocol.records import CommandRecord
 from atropos_tui.monitor.format import one_line
-from atropos_tui.streams import harmless
 from atropos_tui.supervisor.client import Refused
-from atropos_tui.ui import user_files
+from atropos_tui.ui.base import BaseApp
 from atropos_tui.ui.dialogs import ConfirmDialog, OwnCommandDialog, QuitDialog
 from atropos_tui.ui.feed import Feed
 from atropos_tui.ui.keymap import (
@@ -44,30 +39,14 @@ from atropos_tui.ui.own_commands import (
 from atropos_tui.ui.widgets.bars import CommandBar
 from atropos_tui.ui.widgets.components import Components
 
-# detach: the run goes on; stop: stopped from here; ended: it was over; failed: an internal error.
-Outcome = Literal["detach", "stop", "ended", "failed"]
+# detach: the run goes on; stop: stopped from here; ended: it was over; home: to the list of runs;
+# failed: an internal error.
+Outcome = Literal["detach", "stop", "ended", "home", "failed"]
 
 Kind = TypeVar("Kind", bound=Widget)
 
 
-class OnlyPlainText(LineFilter):
-    """Removes control characters from every line that a widget draws."""
-
-    # Rollouts and logs are untrusted text: escape sequences must not reach the terminal. A line
-    # filter covers every widget.
-    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        if all(text.isprintable() for text, _, _ in segments):
-            return segments
-        return [segment if segment.control else _plain_segment(segment) for segment in segments]
-
-
-def _plain_segment(segment: Segment) -> Segment:
-    # Pad to the old width, so that the columns of the line stay aligned.
-    text = harmless(segment.text).replace("\n", " ").replace("\t", " ")
-    return Segment(text + " " * (cell_len(segment.text) - cell_len(text)), segment.style)
-
-
-class CommandApp(App[Outcome]):
+class CommandApp(BaseApp[Outcome]):
     """App for one run; its keys act on the component under the cursor."""
 
     feed: Feed
@@ -76,8 +55,6 @@ class CommandApp(App[Outcome]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.key_file = KeyFile()
-        self._only_plain_text = OnlyPlainText()
         # The run has ended, or its supervisor is gone for good.
         self.is_over = False
         self.gone = ""  # reason why no supervisor answers; empty while one does
@@ -90,15 +67,6 @@ class CommandApp(App[Outcome]):
         # A dialog is open, or its recipe is being fetched: further key presses must not open a
         # second one.
         self._is_asking = self._asks_to_leave = False
-
-    def _fatal_error(self) -> None:
-        # Textual's method prints a traceback with all local variables. For a long run that takes
-        # minutes, in which no key works.
-        user_files.record_error(self._exception or RuntimeError("unknown"), "the screen")
-        self._close_messages_no_wait()
-
-    def get_line_filters(self) -> Sequence[LineFilter]:
-        return [*super().get_line_filters(), self._only_plain_text]
 
     @property
     def main(self) -> Screen[object] | None:
@@ -183,13 +151,6 @@ class CommandApp(App[Outcome]):
         self.notify(f"{action} {component or 'the stack'}: accepted", timeout=2, markup=False)
         return True
 
-    def refuse(self, error: str, fix: str, heading: str = "refused") -> None:
-        """Show why nothing is done."""
-        words = one_line(error) + (f"\n{one_line(fix)}" if fix else "")
-        # A held key would otherwise fill the screen with the same toast.
-        if all((note.title, note.message) != (heading, words) for note in self._notifications):
-            self.notify(words, title=heading, severity="warning", timeout=8, markup=False)
-
     # The user's keys and commands.
 
     def use_key_file(self, path: Path) -> None:
@@ -242,6 +203,10 @@ class CommandApp(App[Outcome]):
 
     def action_detach(self) -> None:
         self.exit("ended" if self.is_over else "detach")
+
+    def action_home(self) -> None:
+        """Leave for the list of runs; the run goes on."""
+        self.exit("home")
 
     def action_ask_quit(self) -> None:
         """Leave if the run is over or stops, otherwise ask."""
@@ -314,7 +279,7 @@ def _possible(row: ComponentStatus) -> tuple[Action, ...]:
     return ("restart", "stop", "kill") if row.state.has_process else ("restart", "stop")
 
 
-def explained(app: CommandApp, widgets: Iterable[Widget]) -> dict[str, dict[str, str]]:
+def explained(app: BaseApp[Any], widgets: Iterable[Widget]) -> dict[str, dict[str, str]]:
     """Return key and description by section: focused panel, app, views, other panels."""
     sections: dict[str, dict[str, str]] = {}
 

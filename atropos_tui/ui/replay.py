@@ -14,11 +14,11 @@ from textual.widgets import Input
 from atropos_tui.monitor.format import clock as time_of_day
 from atropos_tui.monitor.format import duration
 from atropos_tui.monitor.replay import Replay, ReplayClock
-from atropos_tui.ui.app import CockpitApp, with_theme
+from atropos_tui.ui.app import CockpitApp
 from atropos_tui.ui.commands import Outcome
 from atropos_tui.ui.feed import Feed
 from atropos_tui.ui.plot import progress_bar
-from atropos_tui.ui.terminal import Bell, run_app
+from atropos_tui.ui.terminal import Bell, run_app, with_theme
 from atropos_tui.ui.theme import named_style
 from atropos_tui.ui.widgets.curves import Chart
 from atropos_tui.ui.widgets.log_view import LogView
@@ -140,6 +140,9 @@ class ReplayApp(CockpitApp):
             return False  # the chart uses these keys for its cursor and zoom
         return super().check_action(action, parameters)
 
+    def action_home(self) -> None:
+        self.refuse("a replay has no list of runs", "leave it with q, then run atropos-tui")
+
     def action_pause(self) -> None:
         # At the end `toggle` starts the replay from the beginning, so the log has to be reloaded.
         at_end = self.replay.clock.at_end
@@ -175,4 +178,4 @@ class ReplayApp(CockpitApp):
 
 def run_replay(replay: Replay) -> Outcome:
     """Show the screen until the user leaves it."""
-    return run_app(with_theme(ReplayApp(replay)))
+    return run_app(with_theme(ReplayApp(replay)), "detach")

@@ -19,8 +19,9 @@ import time
 import tty
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 from textual.app import App, SuspendNotSupported
@@ -31,9 +32,13 @@ from atropos_common.system.run_dir import RunDir
 from atropos_tui.monitor.run.run_files import read_json
 from atropos_tui.profile.spec import NotifyPolicy
 from atropos_tui.supervisor.notify import event_of_exit, is_event
-from atropos_tui.ui.commands import CommandApp, Outcome
+from atropos_tui.ui import user_files
+from atropos_tui.ui.base import BaseApp
+from atropos_tui.ui.theme import first_theme
 
 Ground = Literal["dark", "light"]
+Result = TypeVar("Result")
+Themed = TypeVar("Themed", bound=BaseApp[Any])
 
 COLOUR_TIMEOUT_S = 0.5  # for the terminal's answer about its background colour
 CLOSE_TIMEOUT_S = 3.0  # a screen that cannot close by then ends with `os._exit`
@@ -42,8 +47,12 @@ COLLECT_S = 60.0  # between two full garbage collections
 FONTS = "'DejaVu Sans Mono', Menlo, Consolas, 'Liberation Mono', monospace"
 
 
-def run_app(app: CommandApp) -> Outcome:
-    """Show `app` until the user leaves it; signals and a lost terminal detach."""
+def run_app(app: BaseApp[Result], left_alone: Result) -> Result | Literal["failed"]:
+    """Show `app` until the user leaves it.
+
+    Args:
+        left_alone: the result after a signal, or a lost terminal.
+    """
     # A long history is half a million permanent objects. Searching them for cycles takes a fifth of
     # the time to read them. The app enables the collector after it has read the history.
     gc.disable()
@@ -56,14 +65,14 @@ def run_app(app: CommandApp) -> Outcome:
     last_resort = threading.Timer(CLOSE_TIMEOUT_S, os._exit, (0,))
     last_resort.daemon = True
 
-    async def run_until_left() -> Outcome | None:
+    async def run_until_left() -> Result | None:
         loop = asyncio.get_running_loop()
 
         def leave() -> None:
             if not left.is_set():
                 with contextlib.suppress(RuntimeError):  # a second signal: the timer already runs
                     last_resort.start()
-                loop.call_soon_threadsafe(app.exit, "detach")
+                loop.call_soon_threadsafe(app.exit, left_alone)
 
         # Textual's driver handles neither signal.
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -75,10 +84,11 @@ def run_app(app: CommandApp) -> Outcome:
             left.set()
             last_resort.cancel()
 
-    return asyncio.run(run_until_left()) or ("failed" if app.return_code else "detach")
+    found = asyncio.run(run_until_left())
+    return found if found is not None else "failed" if app.return_code else left_alone
 
 
-def keep_history_out_of_collections(app: CommandApp) -> None:
+def keep_history_out_of_collections(app: App[Any]) -> None:
     """Enable the garbage collector for the objects to come."""
     gc.freeze()
     gc.set_threshold(2_000, 5, 1_000_000)
@@ -106,6 +116,23 @@ def _watch_terminal(gone: Callable[[], None]) -> None:
     while not any(event & ends for _, event in watched.poll()):
         pass
     gone()
+
+
+def with_theme(app: Themed) -> Themed:
+    """Apply ATROPOS_THEME, the user's last choice, or the terminal's default."""
+    wish = os.environ.get("ATROPOS_THEME") or user_files.theme()
+    known = app.available_themes
+    # Ask the terminal for its background only without a valid choice: the answer may take up to
+    # half a second.
+    app.theme = first_theme(wish, known, None if wish in known else known_ground())
+    app.keep_theme = lambda name: user_files.keep(theme=name)
+    return app
+
+
+@cache
+def known_ground() -> Ground | None:
+    """Return `ground`, asked once."""
+    return ground()
 
 
 def edit(app: App[Any], path: Path) -> str:

@@ -30,6 +30,8 @@ class Charts:
     smoothing: int = Lens.smoothing
     along: Along = Lens.along
     cuts_outliers: bool = Lens.cuts_outliers
+    hidden: tuple[str, ...] = ()
+    """Names of charts that are not shown."""
 
     def lens(self) -> Lens:
         return Lens(along=self.along, smoothing=self.smoothing, cuts_outliers=self.cuts_outliers)
@@ -64,15 +66,20 @@ def charts() -> Charts:
     known = read_json(choices_file()).get("charts")
     data = known if isinstance(known, dict) else {}
     metrics, smoothing, along = data.get("metrics"), data.get("smoothing"), data.get("along")
-    names = [name for name in metrics if isinstance(name, str)] if isinstance(metrics, list) else []
     return Charts(
-        tuple(names[:MOST_CURVES]),
+        _names(metrics),
         # `type`, because JSON's `true` is an `int` for isinstance.
         smoothing if type(smoothing) is int and 0 <= smoothing <= 10_000 else Lens.smoothing,
         # An axis that a newer version added falls back to the default.
         Along(along) if along in list(Along) else Lens.along,
         data.get("cuts_outliers") is not False,
+        _names(data.get("hidden")),
     )
+
+
+def _names(value: object) -> tuple[str, ...]:
+    names = [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
+    return tuple(names[:MOST_CURVES])
 
 
 def keep(

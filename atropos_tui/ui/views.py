@@ -16,8 +16,9 @@ from atropos_tui.ui import user_files
 from atropos_tui.ui.commands import CommandApp
 from atropos_tui.ui.widgets.bars import CommandBar, FoldedComponents, SearchBar, ViewsLine
 from atropos_tui.ui.widgets.benchmark import AlignmentPanel, Benchmark, Summary
+from atropos_tui.ui.widgets.chart_grid import ChartGrid
 from atropos_tui.ui.widgets.components import Components
-from atropos_tui.ui.widgets.curves import Chart, ChartGrid
+from atropos_tui.ui.widgets.curves import Chart
 from atropos_tui.ui.widgets.details import Details, StepPanel
 from atropos_tui.ui.widgets.events import Events
 from atropos_tui.ui.widgets.footer import Footer
@@ -28,6 +29,7 @@ from atropos_tui.ui.widgets.machine import MachinePanel, Nodes
 from atropos_tui.ui.widgets.panel import Guarded, Panel, View
 from atropos_tui.ui.widgets.rollout_detail import RolloutDetail
 from atropos_tui.ui.widgets.rollouts import Rollouts
+from atropos_tui.ui.widgets.settings import Settings
 
 # Seconds between two draws: of changes, and of curves.
 REFRESH_S = 0.25
@@ -102,7 +104,9 @@ VIEWS = {
 }
 ENLARGED = "enlarged"
 _ONE_CHART = ViewSpec("Chart", "One chart", Chart, lambda: [Chart("reward"), StepPanel()])
-NUMBERLESS = {ENLARGED: _ONE_CHART}
+SETTINGS = "settings"
+_SETTINGS = ViewSpec("Settings", "Settings of the run", Settings, lambda: [Settings()])
+NUMBERLESS = {ENLARGED: _ONE_CHART, SETTINGS: _SETTINGS}
 
 
 def compose_screen() -> ComposeResult:
@@ -341,14 +345,18 @@ class Navigator:
             self._focus(main)
         self._draw_new(main, before)
 
-    def back(self) -> None:
-        """End the whole screen of a panel, else return to the view before, if there is one."""
+    def back(self) -> bool:
+        """End the whole screen of a panel, else return to the view before; False if there is
+        neither."""
         if self.alone is not None:
             self.zoom()
         elif self._before:
             *before, name = self._before
             self.open(name)
             self._before = before  # `open` has just added the view that was left
+        else:
+            return False
+        return True
 
     def enlarge(self, chart: Chart) -> None:
         """Show a chart on the whole screen, or end that."""

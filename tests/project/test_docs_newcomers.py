@@ -14,6 +14,8 @@ from textual.keys import format_key
 
 from atropos_tui.monitor import glossary
 from atropos_tui.ui.app import CockpitApp
+from atropos_tui.ui.home.app import HomeApp
+from atropos_tui.ui.home.table import RunTable
 from atropos_tui.ui.keymap import bindings_of, kinds_with_keys
 from atropos_tui.ui.replay import ReplayApp
 from atropos_tui.ui.widgets.bars import SearchBar
@@ -24,6 +26,7 @@ from atropos_tui.ui.widgets.events import Events
 from atropos_tui.ui.widgets.log_view import LogView
 from atropos_tui.ui.widgets.panel import Listing
 from atropos_tui.ui.widgets.rollouts import Rollouts
+from atropos_tui.ui.widgets.settings import Settings
 
 DOCS = Path(__file__).parents[2] / "docs"
 PLACES: dict[str, type[DOMNode]] = {
@@ -34,6 +37,9 @@ PLACES: dict[str, type[DOMNode]] = {
     "Rollouts": Rollouts,
     "Events": Events,
     "Component": Details,
+    "Settings": Settings,
+    "The list of runs": HomeApp,
+    "Runs": RunTable,
     "A search": SearchBar,
     "A replay": ReplayApp,
 }

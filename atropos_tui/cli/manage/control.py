@@ -24,6 +24,8 @@ from atropos_tui.profile.errors import did_you_mean
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused
 
 if TYPE_CHECKING:
+    from atropos_tui.monitor.catalogue import Source
+    from atropos_tui.monitor.run_list import RunRow
     from atropos_tui.supervisor.journal.store import RunResult
 
 POLL_S = 0.1
@@ -236,9 +238,14 @@ def open_screen(run: RunDir, *, read_only: bool = False) -> int:
     gc.disable()
     os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"
     from atropos_tui.ui import user_files
-    from atropos_tui.ui.app import run_cockpit
+    from atropos_tui.ui.home.session import run_session
 
-    choice = run_cockpit(run.root, read_only=read_only)
+    last, choice = run_session(run_source(), run.root, read_only=read_only)
+    if last != run.root and choice != "failed":
+        # Another run, or the list, was left: the run of this command goes on.
+        if last is not None and choice == "stop":
+            asyncio.run(bring_down(last, timeout_s=None))
+        choice = "detach"
     if choice == "failed":
         is_over = runs.read_result(run) is not None
         _print_if_open(user_files.crash_line(run.root, command="attach", is_over=is_over))
@@ -255,6 +262,35 @@ def open_screen(run: RunDir, *, read_only: bool = False) -> int:
     # finish.
     asyncio.run(bring_down(run.root, timeout_s=None))
     return print_end(run)
+
+
+def open_home(options: argparse.Namespace) -> int:
+    """Open the list of runs; return 0, or the exit code of a run that was stopped there."""
+    gc.disable()
+    os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"
+    from atropos_tui.ui import user_files
+    from atropos_tui.ui.home.session import run_session
+
+    last, choice = run_session(run_source())
+    if choice == "failed":
+        _print_if_open(f"the list of runs failed (traceback: {user_files.error_file()})")
+        return Exit.FAULT
+    if last is not None and choice == "stop":
+        asyncio.run(bring_down(last, timeout_s=None))
+        return print_end(RunDir(last))
+    return Exit.DONE
+
+
+def run_source() -> Source:
+    """Access to all runs, for the list of the screen."""
+    from atropos_tui.cli.manage import inspect
+    from atropos_tui.monitor.catalogue import Source
+
+    def row(root: Path) -> RunRow | None:
+        entry = runs.read_run(root)
+        return inspect.run_row(entry) if entry else None
+
+    return Source(lambda: [entry.dir.root for entry in runs.all_runs()], row)
 
 
 def _print_if_open(text: str) -> None:

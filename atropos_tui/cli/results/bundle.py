@@ -47,7 +47,15 @@ TAIL_BYTES = MIB
 """Bytes kept of the start and the end of a larger file."""
 MOST_ATTEMPTS = 5
 """Latest attempts per component whose logs are packed."""
-WHOLE = ("run.json", "profile.toml", "plan.json", "result.json", "journal.json", "fault.txt")
+WHOLE = (
+    "run.json",
+    "profile.toml",
+    "plan.json",
+    "result.json",
+    "journal.json",
+    "fault.txt",
+    "notes.json",
+)
 STREAMS = ("supervisor.jsonl", "supervisor.log", "telemetry.jsonl")
 
 

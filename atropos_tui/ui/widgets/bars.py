@@ -24,6 +24,9 @@ Apply = Callable[[Pattern | None], str]
 PLAIN = "not a regular expression, searched as plain text"
 
 
+RUNS = "runs"  # entry of the line of views that leads to the list of runs
+
+
 class SearchBar(Horizontal):
     """Line of a search or filter: Enter keeps it, Esc drops it."""
 
@@ -231,16 +234,23 @@ class ViewsLine(TextPanel):
         # Titles are drawn left to right, so the first end beyond the click is the one.
         name = next((name for name, end in self._ends.items() if at is not None and at.x < end), "")
         if name:
-            await self.app.run_action(f"view({name!r})")
+            await self.app.run_action("home" if name == RUNS else f"view({name!r})")
 
     def lines(self, view: View, width: int, height: int) -> list[Text]:
         open_ones = len(open_diagnoses(view.state, view.status)) if view.status else 0
-        whole = self._line(0, open_ones)
-        return [whole if whole.cell_len <= width else self._line(1, open_ones)]
+        for which in (0, 1):
+            line = self._line(which, open_ones, with_runs=True)
+            if line.cell_len <= width:
+                return [line]
+        return [self._line(1, open_ones, with_runs=False)]
 
-    def _line(self, which: int, open_ones: int) -> Text:
+    def _line(self, which: int, open_ones: int, *, with_runs: bool) -> Text:
         line = Text(no_wrap=True, end="")
         self._ends.clear()
+        if with_runs:
+            line.append("0 ", self.style("busy")).append("Runs", self.style("dim"))
+            line.append(" " if which else "  ")
+            self._ends[RUNS] = line.cell_len
         for key, (name, titles) in enumerate(self._titles.items(), 1):
             is_here = name == self._here
             line.append(f"{key % 10} ", self.style("here" if is_here else "busy"))

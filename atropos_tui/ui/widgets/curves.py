@@ -10,7 +10,6 @@ from typing import ClassVar, Literal
 from rich.text import Text
 from textual import events
 from textual.binding import BindingType
-from textual.containers import ScrollableContainer
 from textual.content import Content
 from textual.message import Message
 from textual.reactive import reactive
@@ -40,7 +39,14 @@ from atropos_tui.monitor.overlay import lines
 from atropos_tui.monitor.run.series import LARGEST, MOST_STEPS, Series, thin
 from atropos_tui.ui.plot import Axes, Band, Curve, PlotStyles, plot
 from atropos_tui.ui.theme import title
-from atropos_tui.ui.widgets.legend import POINTS, RUN_COLOURS, Entry, legend_line, line_marks
+from atropos_tui.ui.widgets.legend import (
+    POINTS,
+    RUN_COLOURS,
+    Entry,
+    legend_line,
+    line_marks,
+    run_mark,
+)
 from atropos_tui.ui.widgets.panel import Panel, View, after, hidden
 
 SPLIT_COLOURS = ("accent", "success", "warning", "secondary")
@@ -130,6 +136,16 @@ class Chart(Panel, can_focus=True):
         ),
         hidden("o", "ask('log')", "Log", "Charts: the trainer's log at the step under the cursor"),
         hidden("v", "ask('events')", "Events", "Charts: the events at the step under the cursor"),
+        hidden("e", "each_run", "Seeds", "Charts: each compared run alone, or seeds as one band"),
+        hidden("pagedown", "of_grid('next')", "Next page", "Charts: the next page of charts"),
+        hidden("pageup", "of_grid('previous')", "Page before", "Charts: the page of charts before"),
+        hidden(
+            "delete,backspace",
+            "of_grid('hide')",
+            "Hide",
+            "Charts: hide this chart; your choice is kept",
+        ),
+        hidden("U", "of_grid('show all')", "Show all", "Charts: show hidden charts again"),
         hidden("y", "copy", "Copy", "Charts: copy the values under the cursor"),
         hidden(
             "escape",
@@ -151,7 +167,17 @@ class Chart(Panel, can_focus=True):
         """A key wants something outside the chart; `step` is under the cursor."""
 
         chart: Chart
-        what: Literal["enlarge", "back", "rollouts", "log", "events"]
+        what: Literal[
+            "enlarge",
+            "back",
+            "rollouts",
+            "log",
+            "events",
+            "next",
+            "previous",
+            "hide",
+            "show all",
+        ]
         step: int = 0
 
     def __init__(self, name: str) -> None:
@@ -252,13 +278,13 @@ class Chart(Panel, can_focus=True):
         return replace(drawn, smooth=average, span=span, last=part.last, read=read)
 
     def _traces_of_runs(self, view: View, lens: Lens) -> list[Trace]:
-        marks = line_marks(len(view.settings), 1 if self.app.no_color else len(RUN_COLOURS))
         metric = self.spec.curves[0].metric
         found = []
+        # Hidden runs count too: whether curves are smoothed must not depend on them.
         for at, one in enumerate(lines(view.settings, metric, lens.along, lens.smoothing)):
-            if one:
+            if one and at not in lens.hidden_runs:
                 drawn = Trace(one.label, RUN_COLOURS[at % len(RUN_COLOURS)], one.places, one.values)
-                drawn = replace(drawn, mark=marks[at], last=one.last, span=one.smoothing)
+                drawn = replace(drawn, mark=run_mark(at), last=one.last, span=one.smoothing)
                 found.append(replace(drawn, band=(one.low, one.high) if one.low else None))
         return found
 
@@ -351,7 +377,7 @@ class Chart(Panel, can_focus=True):
             return []
         self._prepare(self.view)
         lens, curves, bands = self._lens(self.view), [], []
-        letters = [trace.mark if trace.mark.isalpha() else "" for trace in self._traces]
+        letters = [trace.mark if trace.mark.isalnum() else "" for trace in self._traces]
         # Averages first: `plot` draws the first curves on top of the raw points.
         for trace, letter in zip(self._traces, letters, strict=True):
             if trace.smooth:
@@ -473,6 +499,12 @@ class Chart(Panel, can_focus=True):
         # A window and a cursor on the old axis mean nothing on the new one.
         self._change_lens(along=after(self._shared.along, list(Along)), cursor=None, **WHOLE)
 
+    def action_each_run(self) -> None:
+        self._change_lens(each_run=not self._shared.each_run, hidden_runs=frozenset())
+
+    def action_of_grid(self, what: Literal["next", "previous", "hide", "show all"]) -> None:
+        self.post_message(self.Asked(self, what))
+
     def action_enlarge(self) -> None:
         self.post_message(self.Asked(self, "enlarge"))
 
@@ -527,56 +559,6 @@ class Chart(Panel, can_focus=True):
         if self.has_focus:
             event.stop()
             self.action_zoom(direction, self._place_of(event))
-
-
-class ChartGrid(ScrollableContainer, can_focus=False):
-    """Charts in rows; scrolls if they do not fit."""
-
-    SCOPED_CSS = False
-    DEFAULT_CSS = """
-    ChartGrid {
-        layout: grid;
-        overflow: hidden auto;
-        width: 1fr;
-        height: 1fr;
-        scrollbar-size: 1 1;
-        &.two { grid-size: 2; }
-        &.three { grid-size: 3; }
-    }
-    .-narrow ChartGrid {
-        &.two { grid-size: 1; }
-        &.three { grid-size: 2; }
-    }
-    """
-    LOWEST = 9  # lines of the lowest readable chart
-
-    def __init__(self, *charts: str, columns: Literal["two", "three"]) -> None:
-        """Args: `columns`: charts side by side; one less on a narrow screen."""
-        super().__init__(*map(Chart, charts), classes=columns)
-        self._columns = 2 if columns == "two" else 3
-
-    def on_resize(self) -> None:
-        self.fit()
-
-    def fit(self) -> None:
-        # Divide the height among the rows; below `LOWEST` lines a chart is unreadable, so scroll.
-        columns = self._columns - self.app.screen_stack[0].has_class("-narrow")
-        rows = -(-len(self.children) // columns)
-        height = max(self.LOWEST, self.size.height // max(rows, 1))
-        self.styles.grid_rows = str(height) if height * rows > self.size.height else "1fr"
-
-    async def set_extra(self, names: Sequence[str]) -> None:
-        """Show charts of these metrics after the fixed ones."""
-        chosen = [chart for chart in self.query(Chart) if chart.spec.name not in _CATALOGUE]
-        for chart in chosen:
-            if chart.spec.name not in names:
-                await chart.remove()
-        there = {chart.spec.name for chart in chosen}
-        await self.mount_all(Chart(name) for name in names if name not in there)
-        self.fit()
-
-
-_CATALOGUE = {spec.name for spec in CHARTS.values()}
 
 
 def _last_place(ruler: Ruler, series: Series) -> float:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from string import ascii_lowercase
 
 from rich.style import Style
 from rich.text import Text
+from textual import events
 
 from atropos_tui.monitor.format import counted, one_line
 from atropos_tui.monitor.overlay import Setting, last_steps
@@ -24,6 +26,12 @@ def line_marks(count: int, colours: int) -> list[str]:
     if count <= colours:
         return [LINE] * count
     return [ascii_lowercase[at % len(ascii_lowercase)] for at in range(count)]
+
+
+def run_mark(at: int) -> str:
+    """Return the mark of a compared run's curves: the number of its key, then letters."""
+    marks = "123456789" + ascii_lowercase
+    return marks[at % len(marks)]
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,8 @@ class RunsLegend(TextPanel):
 
     def __init__(self) -> None:
         super().__init__(id="runs-legend")
+        # Cell behind each entry, as last drawn.
+        self._ends: list[int] = []
 
     def show(self, view: View) -> None:
         self.display = bool(view.runs)
@@ -82,16 +92,27 @@ class RunsLegend(TextPanel):
         return [self._line(view, width)] if view.runs else []
 
     def _line(self, view: View, width: int) -> Text:
-        # Without colours every curve needs a letter.
-        marks = line_marks(len(view.settings), 1 if self.app.no_color else len(RUN_COLOURS))
-        entries = [
-            Entry(mark, self.style(RUN_COLOURS[at % len(RUN_COLOURS)]), run_texts(setting))
-            for at, (setting, mark) in enumerate(zip(view.settings, marks, strict=True))
-        ]
-        line = legend_line(entries, width)
-        # The note is the first part to go.
-        note = f"{GAP}values: mean of the last {counted(last_steps(view.runs), 'step')}"
-        return line.append(note, self.style("dim")) if line.cell_len + len(note) <= width else line
+        line = legend_line([self._entry(view, at) for at in range(len(view.settings))], width)
+        self._ends = [span.end for span in line.spans]
+        steps = counted(last_steps(view.runs), "step")
+        # The notes are the first part to go.
+        for note in (f"f1 … show or hide   values: mean of the last {steps}", "f1 … show or hide"):
+            if line.cell_len + len(GAP + note) <= width:
+                return line.append(GAP + note, self.style("dim"))
+        return line
+
+    def _entry(self, view: View, at: int) -> Entry:
+        texts, colour = run_texts(view.settings[at]), RUN_COLOURS[at % len(RUN_COLOURS)]
+        if at not in view.lens.hidden_runs:
+            return Entry(run_mark(at), self.style(colour), texts)
+        # In brackets, because colours may be missing.
+        return Entry(run_mark(at), self.style("dim"), tuple(f"({text})" for text in texts))
+
+    async def on_click(self, event: events.Click) -> None:
+        place = event.get_content_offset(self)
+        at = bisect_right(self._ends, place.x) if place else len(self._ends)
+        if at < len(self._ends):
+            await self.app.run_action(f"toggle_run({at})")
 
 
 def run_texts(setting: Setting) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from atropos_common.protocol.control import ComponentStatus, Phase, RunStatus
 from atropos_tui.monitor.bench import RunBenchmark
 from atropos_tui.monitor.charts import MARKS, Lens, Mark, Ruler, SharedLens, marks
 from atropos_tui.monitor.format import one_line
-from atropos_tui.monitor.overlay import RunCurves, Setting, by_setting
+from atropos_tui.monitor.overlay import RunCurves, Setting, by_run, by_setting
 from atropos_tui.monitor.run.gauges import GaugeHistory
 from atropos_tui.monitor.run.run_files import RunInfo
 from atropos_tui.monitor.run.series import Series
@@ -116,7 +116,7 @@ class View:
     @cached_property
     def settings(self) -> list[Setting]:
         """Runs on the same axes, with the seeds of one setting together."""
-        return by_setting(self.runs)
+        return by_run(self.runs) if self.lens.each_run else by_setting(self.runs)
 
     @property
     def cursor_steps(self) -> tuple[int, int]:

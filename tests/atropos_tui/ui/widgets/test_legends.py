@@ -92,7 +92,7 @@ async def test_one_line_names_the_runs_by_what_differs(run: RunDir, size: tuple[
         assert screen.app.query_one(RunsLegend).size.height == 1
         marks = [trace.mark for trace in charts(screen)[0]._traces]
         assert all(f"{mark} " in lines[0] for mark in marks)
-        assert len(set(marks)) == (3 if screen.app.no_color else 1)
+        assert marks == ["1", "2", "3"]
         screen.app.comparison = Comparison()
         screen.app.painter.draw_now()
         await screen.until(lambda: "lr 0.005" not in screen.text())

@@ -1,0 +1,1 @@
+"""The list of runs, from which one is opened."""

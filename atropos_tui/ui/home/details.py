@@ -1,0 +1,88 @@
+"""The lines below the list: the sentence, note and differences of the run under the cursor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from textwrap import wrap
+
+from rich.text import Text
+from textual.app import RenderResult
+
+from atropos_tui.monitor.format import one_line
+from atropos_tui.monitor.overlay import SEED, settings_of
+from atropos_tui.monitor.run.notes import Notes
+from atropos_tui.monitor.run_list import RunRow
+from atropos_tui.monitor.verdict import Verdict
+from atropos_tui.ui.theme import title
+from atropos_tui.ui.widgets.panel import Guarded
+
+LABEL = 12  # cells of a label
+SENTENCE_LINES = 3
+
+
+class RunDetails(Guarded):
+    """One run in a few lines."""
+
+    DEFAULT_CLASSES = "panel"
+    DEFAULT_CSS = """
+    RunDetails { height: 9; }
+    .-short RunDetails { height: 6; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__(id="run-details")
+        self._row: RunRow | None = None
+        self._said: Verdict | None = None
+        self._differing: Sequence[tuple[str, str, str]] = ()
+        self._other = ""
+
+    def show_run(
+        self,
+        row: RunRow | None,
+        said: Verdict | None,
+        other: str = "",
+        differing: Sequence[tuple[str, str, str]] = (),
+    ) -> None:
+        """Show a run; `differing`: setting, value, and value of the run `other`."""
+        self._row, self._said, self._other, self._differing = row, said, other, differing
+        self.border_title = title(one_line(row.run) if row else "No run")
+        self.refresh()
+
+    def render(self) -> RenderResult:
+        width, height = self.content_size
+        lines = list(self._lines(width))[:height]
+        for line in lines:
+            line.truncate(width, overflow="ellipsis")
+        return Text("\n", end="").join(lines)
+
+    def _lines(self, width: int) -> list[Text]:
+        row = self._row
+        if row is None:
+            return []
+        words = self._said.line if self._said else row.reason or "…"
+        tone = self.style(self._said.tone if self._said else "dim")
+        wrapped = wrap(one_line(words), max(width, 10), max_lines=SENTENCE_LINES, placeholder=" …")
+        lines = [Text(line, tone, no_wrap=True) for line in wrapped]
+        note = Notes(row.note, row.tags).line or "n writes one"
+        lines.append(self._labelled("note", one_line(note), "accent" if row.note else "dim"))
+        if self._other:
+            found = [f"{key} {one} (there {two})" for key, one, two in self._differing]
+            says = ", ".join(found) or "no setting"
+            lines.append(self._labelled("differs in", says, "plain"))
+            lines.append(self._labelled("from", self._other, "dim"))
+        lines.append(self._labelled("folder", str(row.dir), "dim"))
+        return lines
+
+    def _labelled(self, label: str, words: str, style: str) -> Text:
+        line = Text(f"{label:<{LABEL}}", self.style("dim"), no_wrap=True, end="")
+        return line.append(one_line(words), self.style(style))
+
+
+def differences(row: RunRow, other: RunRow) -> list[tuple[str, str, str]]:
+    """Return the settings in which two runs differ, the seed last."""
+    from atropos_common.system.run_dir import RunDir
+
+    here, there = settings_of(RunDir(row.dir)), settings_of(RunDir(other.dir))
+    keys = sorted({*here, *there}, key=lambda key: (key == SEED, key))
+    pairs = ((key, here.get(key, "–"), there.get(key, "–")) for key in keys)
+    return [pair for pair in pairs if pair[1] != pair[2]]
