@@ -27,7 +27,7 @@ import psutil
 
 from atropos_common.protocol.records import parse_line
 from atropos_common.system.run_dir import ENV_RUN_ID, RunDir
-from atropos_tui.profile.sections import load_profile
+from atropos_tui.profile.profile import load_profile
 from atropos_tui.profile.site import make_site
 from benchmarks.support.children import free_ports, up
 from benchmarks.weights.sync_report import SIGNS

@@ -42,8 +42,8 @@ from atropos_common.system.files import write_private
 from atropos_common.system.parent_death import with_parent
 from atropos_common.system.run_dir import ENV_AHEAD, ENV_RUN_ID, RunDir
 from atropos_tui.errors import UserError
-from atropos_tui.profile.plan import concurrency_variables
-from atropos_tui.profile.sections import load_profile
+from atropos_tui.profile.builders.environment import concurrency_variables
+from atropos_tui.profile.profile import load_profile
 from atropos_tui.profile.site import make_site, training_config
 from benchmarks.support.checks import Checks
 from benchmarks.support.children import free_ports, up

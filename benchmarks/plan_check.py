@@ -23,7 +23,7 @@ from typing import Any
 
 from atropos_tui.profile.budget.inventory import Gpu, Hardware, Model, build, model_shapes
 from atropos_tui.profile.budget.memory import Budget, make_budget
-from atropos_tui.profile.sections import parse_profile
+from atropos_tui.profile.profile import parse_profile
 from atropos_tui.profile.site import make_site, training_config
 from benchmarks.support.shapes import SHAPES
 

@@ -1,8 +1,8 @@
 """Measure how readable the code base is, or refuse text that the language rules forbid.
 
     python -m tools.readability [--root DIR] [--json]     # the table of figures
-    python -m tools.readability --lint [PATH...]          # a line for each forbidden phrase; exit 1
-    if there is one
+    python -m tools.readability --lint [PATH...]          # a line for each forbidden phrase, and
+    for each file or function that is too long; exit 1 if there is one
 
 A text is a docstring, or a string that stands alone below an attribute. Product code is every
 package but the tests, benchmarks and tools. The figures "formatted" come from `ruff format` on a
@@ -36,6 +36,31 @@ LINE_LENGTH = 100
 MOST_MODULES = 16
 """Modules of one folder from which on a newcomer no longer sees what belongs together."""
 ARCHITECTURE = "docs/architecture.md"
+MOST_LINES, MOST_FUNCTION_LINES = 700, 60
+"""Limits for the lines of a Python file, and of a function."""
+LONGER = {
+    "atropos_tui/profile/checks/consistency.py": 760,
+    "tests/atropos_tui/profile/budget/test_fit.py": 720,
+    "tests/atropos_tui/profile/test_plan.py": 1130,
+    "tests/trainer_core/weight_sync/test_broadcast.py": 745,
+    "trainer_core/config.py": 850,
+    "trainer_core/loop.py": 850,
+    "trainer_core/optimization/optimizers.py": 720,
+    # functions
+    "atropos_common/models/model_math.py:activation_bytes": 70,
+    "atropos_tui/profile/budget/memory.py:trainer": 69,
+    "atropos_tui/cluster/node_probe.py:collective": 63,
+    "atropos_tui/monitor/report_charts.py:system_charts": 62,
+    "benchmarks/env_rate.py:measure": 75,
+    "benchmarks/publish.py:rank": 77,
+    "benchmarks/routing.py:measure": 61,
+    "benchmarks/support/curve.py:draw": 73,
+    "trainer_core/loop.py:__init__": 100,
+    "trainer_core/loop.py:one_step": 75,
+    "trainer_core/loop.py:train": 70,
+    "trainer_core/optimization/step.py:accumulate": 90,
+}
+"""Limits of the files and functions that are longer; a limit may only fall."""
 
 _PARTICIPLES = r"(?:told|said|asked)"
 PHRASES = re.compile(
@@ -59,6 +84,21 @@ class Text:
     path: Path
     line: int
     words: str
+
+
+@dataclass(frozen=True)
+class TooLong:
+    """A file or function above its limit."""
+
+    path: Path
+    line: int
+    name: str
+    lines: int
+    limit: int
+
+    def __str__(self) -> str:
+        what = f"{self.name}() has" if self.name else "the file has"
+        return f"{self.path}:{self.line}: {what} {self.lines} lines, of at most {self.limit}"
 
 
 @dataclass(frozen=True)
@@ -129,6 +169,20 @@ def lint_python(path: Path) -> Iterator[Finding]:
     for line, words in comments(path):
         if found := PHRASES.search(words):
             yield Finding(path, line, found.group())
+
+
+def too_long(path: Path) -> Iterator[TooLong]:
+    """The file and its functions that exceed their limits; functions of tests may be longer."""
+    text = path.read_text()
+    lines, limit = len(text.splitlines()), LONGER.get(path.as_posix(), MOST_LINES)
+    if lines > limit:
+        yield TooLong(path, 1, "", lines, limit)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and path.parts[0] != "tests":
+            limit = LONGER.get(f"{path.as_posix()}:{node.name}", MOST_FUNCTION_LINES)
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > limit:
+                yield TooLong(path, node.lineno, node.name, lines, limit)
 
 
 def lint_markdown(path: Path) -> Iterator[Finding]:
@@ -238,12 +292,14 @@ def main() -> int:
         print(json.dumps(figures) if asked.json else "\n".join(rows))
         return 0
     paths = files(asked.lint or [asked.root])
-    findings = [
-        one
-        for path in paths
-        for one in (lint_python(path) if path.suffix == ".py" else lint_markdown(path))
-    ]
-    print("\n".join(map(str, findings)) or f"{len(paths)} files without a forbidden phrase")
+    findings: list[Finding | TooLong] = []
+    for path in paths:
+        if path.suffix == ".py":
+            findings += [*lint_python(path), *too_long(path)]
+        else:
+            findings += lint_markdown(path)
+    fine = f"{len(paths)} files: no forbidden phrase, none too long"
+    print("\n".join(map(str, findings)) or fine)
     return 1 if findings else 0
 
 

@@ -271,6 +271,28 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
     )
     engine.generate = rollouts.wrap(engine.generate)
 
+    await prepare_weights(bridge, generator, args, address)
+    bridge.stamp()
+
+    add_routes(app, bridge, generator, adapters, rollouts, args)
+    app.state.atropos_sampling_policy = config.sampling
+    app.state.atropos_sampling = refusals.served_defaults(engine.model_config)
+    app.state.atropos_access = access_of(bridge, args)
+    show_load(bridge)
+    if gate.held:
+        logger.info("generation is held for everyone without the token until POST /bridge/resume")
+    return app
+
+
+async def prepare_weights(
+    bridge: WeightBridge, generator: Generator, args: Namespace, address: str
+) -> None:
+    """Export the weights, generate once, and test how the model takes new weights.
+
+    Raises:
+        UnsafeGraphs, ConfigError: see `require_safe_graphs`.
+    """
+    config, engine = bridge.config, bridge.engine
     if config.shared_weights:
         await export_weights(bridge, address)
     if config.sampling == "as_asked":
@@ -281,8 +303,18 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
         await require_safe_graphs(engine, generator, eager=bool(args.enforce_eager))
     if config.weight_updates:
         bridge.not_in_place = await why_not_in_place(engine, generator)
-    bridge.stamp()
 
+
+def add_routes(
+    app: Any,
+    bridge: WeightBridge,
+    generator: Generator,
+    adapters: lora.ServedAdapters,
+    rollouts: RolloutRecorder,
+    args: Namespace,
+) -> None:
+    """Add our routes to vLLM's."""
+    config = bridge.config
     sleep_mode = bool(args.enable_sleep_mode) and not compat.is_cpu()
     app.include_router(generate.make_router(generator, config.sampling))
     app.include_router(bridge_routes.make_router(bridge, generator, app, sleep_mode=sleep_mode))
@@ -293,15 +325,18 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
         bridge.workers = flags.ranks(args)
         bridge.receives = "gloo" if compat.is_cpu() else "nccl"
         app.include_router(broadcast.make_router(broadcast.Transfers(bridge)))
-    app.state.atropos_sampling_policy = config.sampling
-    app.state.atropos_sampling = refusals.served_defaults(engine.model_config)
+
+
+def access_of(bridge: WeightBridge, args: Namespace) -> Access:
+    """Return the rules of access to a server at its address."""
+    config = bridge.config
     public = not is_loopback(args.host or "")
-    app.state.atropos_access = Access(
+    return Access(
         config.token,
         allowed_hosts(args.host, config.allowed_hosts),
-        gate,
+        bridge.gate,
         instance_id=config.instance_id,
-        engine_died=lambda: bool(engine.errored),
+        engine_died=lambda: bool(bridge.engine.errored),
         signals=(signal.SIGTERM, signal.SIGINT),
         load=bridge.load,
         keys=run_keys(config.token),
@@ -311,13 +346,14 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
         # share a key with.
         for_everyone=public and config.token_generated,
     )
-    slots = compat.sequences_at_a_time(engine)
-    bridge.capacity = measure_capacity(engine, slots)
+
+
+def show_load(bridge: WeightBridge) -> None:
+    """Register the metrics of the engine's load, and time its steps."""
+    slots = compat.sequences_at_a_time(bridge.engine)
+    bridge.capacity = measure_capacity(bridge.engine, slots)
     ceiling = bridge.capacity.ceiling if bridge.capacity else lambda: None
     REGISTRY.register(LoadMetrics(bridge.load, slots, lambda: bridge.state.weight_version, ceiling))
-    if gate.held:
-        logger.info("generation is held for everyone without the token until POST /bridge/resume")
-    return app
 
 
 def measure_capacity(engine: Any, slots: int) -> EngineCapacity | None:

@@ -425,6 +425,7 @@ def make_router(
     router = APIRouter()
     _add_changing(router, bridge)
     _add_sleeping(router, bridge, sleep_mode=sleep_mode)
+    _add_views(router, bridge, generator, app)
 
     @router.get("/health_generate")
     async def health_generate() -> Any:
@@ -465,6 +466,12 @@ def make_router(
         )
         return Response(found, media_type="application/json")
 
+    return router
+
+
+def _add_views(router: APIRouter, bridge: WeightBridge, generator: Generator, app: FastAPI) -> None:
+    """Add the routes that show the server to people."""
+
     @router.get("/bridge/state_dict_info")
     async def state_dict_info() -> dict[str, Any]:
         return describe_parameters(bridge)
@@ -485,8 +492,6 @@ def make_router(
     @router.get("/bridge/list_endpoints")
     async def list_endpoints() -> dict[str, Any]:
         return {"endpoints": list_routes(app)}
-
-    return router
 
 
 def describe_parameters(bridge: WeightBridge) -> dict[str, Any]:

@@ -28,6 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     _profiles(commands)
     _acting(commands)
     _watching(commands)
+    _results(commands)
     _caring(commands)
     _audit(commands)
     return parser
@@ -286,6 +287,24 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
     why.add_argument("words", metavar="RUN|COMPONENT", nargs="*", help=text)
     why.add_argument("--json", action="store_true", help="print JSON")
     _run_argument(why, positional=False)
+    _logs(commands)
+    _events(commands)
+    runs = _command(commands, "runs", "manage.inspect:list_runs", "list runs, newest first")
+    runs.add_argument("--json", action="store_true", help="print JSON")
+    runs.add_argument(
+        "--limit",
+        metavar="N",
+        type=_count,
+        help="show only the newest N, 0: all (default 20; --json: all)",
+    )
+    note = _command(commands, "note", "manage.notes:note", "show or write a run's note and tags")
+    note.add_argument("run", metavar="RUN", type=Path, help=NAMED)
+    note.add_argument("text", metavar="TEXT", nargs="?", help="replaces the note; '' removes it")
+    for name, dest, text in (("--tag", "tags", "add a tag"), ("--untag", "untags", "remove a tag")):
+        note.add_argument(name, metavar="TAG", dest=dest, action="append", default=[], help=text)
+
+
+def _logs(commands) -> None:  # type: ignore[no-untyped-def]
     logs = _command(
         commands,
         "logs",
@@ -312,6 +331,9 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
     logs.add_argument("--no-prefix", action="store_true", help="omit time and component")
     logs.add_argument("--json", action="store_true", help="print one JSON object per line")
     _run_argument(logs, positional=False)
+
+
+def _events(commands) -> None:  # type: ignore[no-untyped-def]
     events = _command(
         commands, "events", "manage.inspect:events", "show transitions, commands and diagnoses"
     )
@@ -327,19 +349,9 @@ def _watching(commands) -> None:  # type: ignore[no-untyped-def]
         help="only events of one kind: state, probe, stage, command or diagnosis",
     )
     _run_argument(events)
-    runs = _command(commands, "runs", "manage.inspect:list_runs", "list runs, newest first")
-    runs.add_argument("--json", action="store_true", help="print JSON")
-    runs.add_argument(
-        "--limit",
-        metavar="N",
-        type=_count,
-        help="show only the newest N, 0: all (default 20; --json: all)",
-    )
-    note = _command(commands, "note", "manage.notes:note", "show or write a run's note and tags")
-    note.add_argument("run", metavar="RUN", type=Path, help=NAMED)
-    note.add_argument("text", metavar="TEXT", nargs="?", help="replaces the note; '' removes it")
-    for name, dest, text in (("--tag", "tags", "add a tag"), ("--untag", "untags", "remove a tag")):
-        note.add_argument(name, metavar="TAG", dest=dest, action="append", default=[], help=text)
+
+
+def _results(commands) -> None:  # type: ignore[no-untyped-def]
     report = _command(
         commands,
         "report",

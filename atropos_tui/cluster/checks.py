@@ -11,7 +11,7 @@ from atropos_tui.errors import Problem
 from atropos_tui.profile.budget.memory import VLLM_FRACTION
 from atropos_tui.profile.errors import counted, did_you_mean, gpu_named_twice, one_engine_fed
 from atropos_tui.profile.placement import Placement, host_names
-from atropos_tui.profile.sections import Profile
+from atropos_tui.profile.profile import Profile
 from atropos_tui.profile.site import trainer_placements, trainer_ranks, traits_of
 
 ADD_CLUSTER = 'add [cluster] with launcher = "slurm", "ssh", "kubernetes" or "ray", or leave it out'

@@ -9,7 +9,8 @@ from itertools import product
 
 from atropos_tui.errors import Problem
 from atropos_tui.profile.placement import host_names
-from atropos_tui.profile.sections import ClusterSection, Profile
+from atropos_tui.profile.profile import Profile
+from atropos_tui.profile.sections import ClusterSection
 from atropos_tui.profile.spec import Node, Place
 
 SSH_OPTIONS = (

@@ -25,7 +25,8 @@ from atropos_tui.cluster import sbatch
 from atropos_tui.errors import Elsewhere, Exit, Problem, UserError
 
 if TYPE_CHECKING:
-    from atropos_tui.profile.sections import ClusterSection, NodeSection, Profile
+    from atropos_tui.profile.profile import Profile
+    from atropos_tui.profile.sections import ClusterSection, NodeSection
     from atropos_tui.supervisor.journal.store import RunResult
 
 LEAD_S = 300

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from atropos_common.protocol.records import DiagnosisRecord, Severity
 from atropos_tui.diagnoses.exit_rules import EXIT_RULES, Evidence, describe_exit, diagnose
 from atropos_tui.diagnoses.flow_rules import FLOW_RULES
-from atropos_tui.diagnoses.log_rules import LOG_RULES, port_taken
+from atropos_tui.diagnoses.log_rules import LOG_RULES
+from atropos_tui.diagnoses.machine_rules import port_taken
 from atropos_tui.diagnoses.metric_rules import ALERT, ALIGNMENTS, METRIC_RULES
 from atropos_tui.diagnoses.model import OWN_RULES, Diagnosis, Names, Rule
 from atropos_tui.diagnoses.node_rules import NODE_LOST, node_lost

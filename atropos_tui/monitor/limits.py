@@ -33,6 +33,8 @@ FRESH_S = 20.0
 STEPS = 5
 
 OWN_GPUS = "more [vllm] gpus with tensor_parallel, or mode broadcast with GPUs"
+FURTHER_ENGINE = "a further GPU in [vllm] gpus"
+"""Fix in the modes in which the trainer feeds several engines."""
 # Fixes by mode, for a trainer that feeds a single engine.
 MORE_ENGINE = {
     "shared_vllm": f"{OWN_GPUS} for more engines",
@@ -244,7 +246,7 @@ def _by_engine(run: Run, found: Rates) -> Limit:
     names = [found.flow.engine] if found.flow else [row.name for row in run.of(Role.ENGINE)]
     full, do = "", ["shorter env.max_token_length"]
     if run.has_gpus:
-        do.append(MORE_ENGINE.get(run.status.mode, "more engines"))
+        do.append(MORE_ENGINE.get(run.status.mode, FURTHER_ENGINE))
         engines = (part for part in run.info.components if part.role is Role.ENGINE)
         if any("--enforce-eager" in engine.command for engine in engines):
             do.append("no enforce-eager")

@@ -18,9 +18,10 @@ from atropos_common.system.run_dir import ENV_API_URL, ENV_ENGINE_URLS, ENV_MODE
 from atropos_tui.cluster.machines import Hosts, foreseen, place_of
 from atropos_tui.profile.load import CACHE, cache_dir, expand_home
 from atropos_tui.profile.placement import Placement, left_over
-from atropos_tui.profile.sections import MODE_SETTINGS, EngineSection, EnvSection, Mode, Profile
+from atropos_tui.profile.profile import MODE_SETTINGS, Profile
+from atropos_tui.profile.sections import EngineSection, EnvSection
 from atropos_tui.profile.spec import Place, expand, references
-from trainer_core.config import TrainingConfig
+from trainer_core.config import Mode, TrainingConfig
 
 
 @dataclass(frozen=True)

@@ -68,9 +68,10 @@ from atropos_tui.supervisor.journal.tracker import reap_leftovers
 from atropos_tui.supervisor.launchers.guard import Guard
 from atropos_tui.supervisor.launchers.launcher import DirectLauncher, Host, Launcher
 from atropos_tui.supervisor.notify import Notifier
+from atropos_tui.supervisor.operations import RefusedError
 from atropos_tui.supervisor.processes import procfs
 from atropos_tui.supervisor.processes.process import become_subreaper
-from atropos_tui.supervisor.supervisor import RefusedError, Supervisor
+from atropos_tui.supervisor.supervisor import Supervisor
 
 SWITCH_S = 0.0005
 """Python's thread switch interval, in seconds. Threads that read /proc ask for the interpreter

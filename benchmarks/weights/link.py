@@ -7,7 +7,6 @@ The bytes are those of Qwen3-1.7B's shape in bf16; medians after one round that 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks.support import gpu_pair
 from trainer_core.weight_sync.broadcast import CHUNK_BYTES
 
 
@@ -64,16 +64,9 @@ def broadcasts(rank: int, store: str, total: int, rounds: int, results: Any) -> 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = gpu_pair.argument_parser(__doc__)
     parser.add_argument("--bytes", type=int, default=3_441_689_600)
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    if torch.cuda.device_count() < 2:
-        print("two GPUs are needed", file=sys.stderr)
-        return 2
+    options = gpu_pair.parse(parser)
     results = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(broadcasts, (f"{folder}/store", options.bytes, options.rounds, results), nprocs=2)

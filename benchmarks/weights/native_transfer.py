@@ -11,7 +11,6 @@ Medians; the first round is not counted.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from typing import Any
 import httpx
 import torch
 
+from benchmarks.support import gpu_pair
 from benchmarks.support.children import Server, environment, free_ports
 from benchmarks.support.shapes import SHAPES, save_model
 
@@ -126,16 +126,9 @@ def ours(shape: str, steps: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = gpu_pair.argument_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    if torch.cuda.device_count() < 2:
-        print("two GPUs are needed", file=sys.stderr)
-        return 2
+    options = gpu_pair.parse(parser)
     rows: dict[str, dict[str, Any]] = {"ours": ours(options.shape, options.rounds)}
     with tempfile.TemporaryDirectory(prefix="atropos-native-") as temporary:
         folder = Path(temporary)

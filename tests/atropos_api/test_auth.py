@@ -29,7 +29,7 @@ from atropos_common.net.body import BodyError, Gunzip, read_body
 from atropos_common.protocol.bridge import TOKEN_HEADER
 from atropos_tui.profile.plan import stack_of
 from atropos_tui.profile.ports import free_port
-from atropos_tui.profile.sections import parse_profile
+from atropos_tui.profile.profile import parse_profile
 from atropos_tui.profile.site import make_site
 from tests.support.other_user import as_another_user, call, needs_another_user, other_user
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from atropos_common.system.run_dir import RunDir
-from atropos_tui.profile.sections import load_profile
+from atropos_tui.profile.profile import load_profile
 from benchmarks import gsm8k
 from benchmarks.support.curve import apart, draw, nice
 

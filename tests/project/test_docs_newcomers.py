@@ -118,7 +118,7 @@ def test_every_flag_of_example_trainer_has_its_row() -> None:
 
 
 def test_the_keys_that_replace_them_exist() -> None:
-    from atropos_tui.profile.sections import DERIVED_TRAINER_KEYS
+    from atropos_tui.profile.profile import DERIVED_TRAINER_KEYS
     from trainer_core.config import TrainingConfig
 
     text = (DOCS / "from-example-trainer.md").read_text()

@@ -14,7 +14,7 @@ import pytest
 
 from atropos_tui.cli.main import run
 from atropos_tui.errors import UserError
-from atropos_tui.profile.sections import load_profile
+from atropos_tui.profile.profile import load_profile
 from atropos_tui.ui.app import CockpitApp
 from atropos_tui.ui.keymap import kinds_with_keys, read_key_file
 from tests.project.test_docs import DOCUMENTS, ROOT

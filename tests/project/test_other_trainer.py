@@ -18,7 +18,7 @@ from atropos_tui.cli.main import run
 from atropos_tui.cli.start.profiles import checked, planned_site
 from atropos_tui.errors import UserError
 from atropos_tui.profile.ports import free_port
-from atropos_tui.profile.sections import parse_profile
+from atropos_tui.profile.profile import parse_profile
 
 STAND_INS = Path(__file__).parents[1] / "cluster/stand_ins"
 TRAINER = '''

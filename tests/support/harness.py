@@ -25,9 +25,9 @@ from atropos_tui.profile.spec import (
     StopPolicy,
 )
 from atropos_tui.supervisor.client import ControlClient
-from atropos_tui.supervisor.component import check_step
 from atropos_tui.supervisor.journal.store import RunResult
 from atropos_tui.supervisor.runner import run_stack
+from atropos_tui.supervisor.transitions import check_step
 
 CHILDREN = Path(__file__).parent / "children"
 QUICK = RestartPolicy(backoff_s=0.02, max_backoff_s=0.1, max_restarts=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,36 @@ def test_the_table_measures_a_checkout(tmp_path: Path) -> None:
     assert figures["words of texts"] == 2
     assert figures["comments per 100 non-blank lines"] == 33.33
     assert figures["lines of docs/architecture.md"] == 2
+
+
+def test_a_long_file_and_a_long_function_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = Path("module.py")
+    body = "    x = 1\n" * readability.MOST_FUNCTION_LINES
+    module.write_text(f"def short():\n    x = 1\n\n\nasync def long():\n{body}")
+    assert [str(one) for one in readability.too_long(module)] == [
+        "module.py:5: long() has 61 lines, of at most 60"
+    ]
+    module.write_text("x = 1\n" * (readability.MOST_LINES + 1))
+    assert [(one.name, one.lines) for one in readability.too_long(module)] == [("", 701)]
+    monkeypatch.setitem(readability.LONGER, "module.py", 701)
+    assert list(readability.too_long(module)) == []
+
+
+def test_every_exception_of_length_is_still_needed() -> None:
+    root = Path(__file__).parents[2]
+    for name in readability.LONGER:
+        path, _, function = name.partition(":")
+        text = (root / path).read_text()
+        if function:
+            lengths = [
+                node.end_lineno - node.lineno + 1
+                for node in ast.walk(ast.parse(text))
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                and node.name == function
+            ]
+            assert max(lengths, default=0) > readability.MOST_FUNCTION_LINES, name
+        else:
+            assert len(text.splitlines()) > readability.MOST_LINES, name

@@ -71,7 +71,7 @@ def notified(name: str | None) -> Iterator[Check]:
     """Send one test notification by each way that [notify] configures."""
     from atropos_tui.cli.start.profiles import planned_site
     from atropos_tui.profile.plan import stack_of
-    from atropos_tui.profile.sections import load_profile
+    from atropos_tui.profile.profile import load_profile
     from atropos_tui.supervisor.notify import DeliveryError, payload, post, resolved, run_command
     from atropos_tui.supervisor.processes.process import LaunchError
 
@@ -114,7 +114,7 @@ def nodes(name: str | None) -> Iterator[Check]:
     """Check the machines of a profile, each on itself, and a collective between them."""
     from atropos_tui.cli.start.profiles import checked, planned_site
     from atropos_tui.cluster.doctor import examine, targets_of
-    from atropos_tui.profile.sections import load_profile
+    from atropos_tui.profile.profile import load_profile
 
     if name is None:
         raise _no_profile("[[node]]", "--nodes")
@@ -164,7 +164,7 @@ def _examine(profile: str | None) -> Iterator[Check]:
 
 def _preflight(name: str) -> Iterator[Check]:
     from atropos_tui.cli.start.profiles import checked, planned_site
-    from atropos_tui.profile.sections import load_profile
+    from atropos_tui.profile.profile import load_profile
 
     try:
         profile, file = load_profile(name, [])

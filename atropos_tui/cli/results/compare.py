@@ -36,7 +36,8 @@ from atropos_tui.monitor.overlay import read_runs, settings_table
 from atropos_tui.profile.budget.inventory import read_machine
 from atropos_tui.profile.checks.preflight import separate
 from atropos_tui.profile.errors import refused
-from atropos_tui.profile.sections import Profile, find_profile, load_profile
+from atropos_tui.profile.load import find_profile
+from atropos_tui.profile.profile import Profile, load_profile
 from atropos_tui.profile.site import make_site
 from atropos_tui.profile.spec import StackSpec
 from atropos_tui.streams import write_own

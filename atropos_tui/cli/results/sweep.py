@@ -38,7 +38,8 @@ from atropos_tui.monitor.overlay import read_runs, seeds_table
 from atropos_tui.profile.budget.inventory import read_machine
 from atropos_tui.profile.checks.preflight import separate
 from atropos_tui.profile.errors import printable, refused
-from atropos_tui.profile.sections import Profile, find_profile
+from atropos_tui.profile.load import find_profile
+from atropos_tui.profile.profile import Profile
 
 STATE = "sweep.json"
 MOST_CELLS = 1000

@@ -28,16 +28,17 @@ from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.profile import ports
 from atropos_tui.profile.budget.fit import lack, nearest
 from atropos_tui.profile.budget.memory import Inventory, gpu_count, site_budget
+from atropos_tui.profile.builders.environment import openenv_app
 from atropos_tui.profile.checks.consistency import placed
 from atropos_tui.profile.checks.preflight import lacks, mismatches, unfit
 from atropos_tui.profile.checks.programs import user_module
 from atropos_tui.profile.errors import did_you_mean, printable, value_text
 from atropos_tui.profile.load import Origins, shipped_profiles
-from atropos_tui.profile.plan import openenv_app
+from atropos_tui.profile.profile import parse_profile
 from atropos_tui.profile.schema import TITLE
-from atropos_tui.profile.sections import Mode, parse_profile
 from atropos_tui.profile.site import TRAITS
 from atropos_tui.profile.source import is_verifiers_package
+from trainer_core.config import Mode
 
 SCHEMA_FILE = "profile.schema.json"
 """Named in the profile's first line."""

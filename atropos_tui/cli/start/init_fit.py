@@ -10,10 +10,10 @@ from atropos_tui.cli.start.init_text import by_table, with_changes, with_comment
 from atropos_tui.cli.start.profiles import planned_site
 from atropos_tui.profile.budget.inventory import Model
 from atropos_tui.profile.budget.memory import Inventory, kv_bytes_per_token
+from atropos_tui.profile.builders.commands import is_ours
 from atropos_tui.profile.checks.programs import environment_source
 from atropos_tui.profile.errors import value_text
-from atropos_tui.profile.plan import is_ours
-from atropos_tui.profile.sections import Profile, parse_profile
+from atropos_tui.profile.profile import Profile, parse_profile
 from atropos_tui.profile.site import training_config
 
 CPU_CACHE = "kv-cache-memory-bytes"

@@ -35,7 +35,7 @@ from atropos_tui.profile.checks.consistency import (
 from atropos_tui.profile.checks.preflight import lacks, machines_of, mismatches, preflight, unfit
 from atropos_tui.profile.errors import did_you_mean, in_words, printable, refused
 from atropos_tui.profile.plan import redacted, stack_of
-from atropos_tui.profile.sections import Profile, load_profile, profile_schema
+from atropos_tui.profile.profile import Profile, load_profile, profile_schema
 from atropos_tui.profile.site import Site, make_site
 from atropos_tui.profile.spec import ComponentSpec, StackSpec
 

@@ -43,9 +43,9 @@ from atropos_tui.profile.checks.preflight import machines_of
 from atropos_tui.profile.errors import key_text, printable
 from atropos_tui.profile.load import read_toml
 from atropos_tui.profile.plan import redacted
+from atropos_tui.profile.profile import Profile, load_profile
 from atropos_tui.profile.redact import hide_command, hide_tree
 from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
-from atropos_tui.profile.sections import Profile, load_profile
 from atropos_tui.profile.site import Site, make_site, training_config
 from atropos_tui.profile.spec import StackError, StackSpec
 from atropos_tui.supervisor.journal.liveness import run_elsewhere

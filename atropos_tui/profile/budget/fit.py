@@ -20,7 +20,8 @@ from atropos_tui.errors import Problem
 from atropos_tui.profile.budget import memory
 from atropos_tui.profile.budget.inventory import Hardware, Model
 from atropos_tui.profile.budget.memory import Budget, Inventory
-from atropos_tui.profile.sections import MOST_RANKS, EngineSection, Profile
+from atropos_tui.profile.profile import Profile
+from atropos_tui.profile.sections import MOST_RANKS, EngineSection
 from atropos_tui.profile.site import (
     Site,
     longest_sequence,

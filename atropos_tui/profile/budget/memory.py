@@ -28,9 +28,11 @@ from atropos_tui.profile.budget.inventory import (
     read_machine,
     read_model,
 )
+from atropos_tui.profile.builders.commands import resolve_path
+from atropos_tui.profile.builders.engine import LORA_SLOTS, MOST_SEQUENCES
 from atropos_tui.profile.placement import Placement
-from atropos_tui.profile.plan import LORA_SLOTS, MOST_SEQUENCES, resolve_path
-from atropos_tui.profile.sections import EngineSection, Profile
+from atropos_tui.profile.profile import Profile
+from atropos_tui.profile.sections import EngineSection
 from atropos_tui.profile.site import (
     Site,
     engine_model,

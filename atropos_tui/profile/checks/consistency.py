@@ -26,9 +26,10 @@ from atropos_tui.profile.errors import (
     printable,
 )
 from atropos_tui.profile.placement import host_names, part_names
+from atropos_tui.profile.profile import Profile
 from atropos_tui.profile.redact import is_plain_setting, is_secret_name
 from atropos_tui.profile.schema import SECTION_LISTS, KeyPath
-from atropos_tui.profile.sections import EngineSection, EnvSection, ExtraSection, Profile
+from atropos_tui.profile.sections import EngineSection, EnvSection, ExtraSection
 from atropos_tui.profile.site import (
     Site,
     env_engines,

@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from atropos_tui.errors import Problem
+from atropos_tui.profile.builders.commands import is_interpreter
+from atropos_tui.profile.builders.environment import openenv_app
 from atropos_tui.profile.checks.programs import (
     PIP_NAMES,
     may_install,
     module_folders,
     user_module,
 )
-from atropos_tui.profile.plan import is_interpreter, openenv_app
 from atropos_tui.profile.sections import EnvSection
 from atropos_tui.profile.site import Site, env_node
 from atropos_tui.profile.source import EnvSource, names_in

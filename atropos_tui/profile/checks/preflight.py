@@ -39,6 +39,7 @@ from atropos_tui.profile.budget import memory
 from atropos_tui.profile.budget.fit import nearest
 from atropos_tui.profile.budget.inventory import Hardware, Model, is_hub_id
 from atropos_tui.profile.budget.memory import Inventory
+from atropos_tui.profile.builders.commands import resolve_path
 from atropos_tui.profile.checks.episodes import episode_files
 from atropos_tui.profile.checks.programs import (
     environment_faults,
@@ -49,8 +50,8 @@ from atropos_tui.profile.checks.programs import (
 )
 from atropos_tui.profile.errors import counted, in_braces
 from atropos_tui.profile.load import CACHE
-from atropos_tui.profile.plan import resolve_path
-from atropos_tui.profile.sections import EngineSection, Profile
+from atropos_tui.profile.profile import Profile
+from atropos_tui.profile.sections import EngineSection
 from atropos_tui.profile.site import (
     Site,
     engine_model,

@@ -18,9 +18,10 @@ from pathlib import Path
 from atropos_common.models.engine_release import version_of
 from atropos_common.system.files import read_regular
 from atropos_tui.errors import Problem
+from atropos_tui.profile.builders.commands import is_ours, resolve_path
+from atropos_tui.profile.builders.environment import config_file, read_yaml
 from atropos_tui.profile.checks.consistency import batches_that_fill
 from atropos_tui.profile.errors import as_keys, counted, in_braces, nearest_names
-from atropos_tui.profile.plan import config_file, is_ours, read_yaml, resolve_path
 from atropos_tui.profile.sections import EngineSection, EnvSection
 from atropos_tui.profile.site import Site, engine_model, env_engines, env_node, training_config
 from atropos_tui.profile.source import EnvSource, class_fields, find_module, is_hostable, names_in

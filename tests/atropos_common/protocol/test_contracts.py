@@ -295,7 +295,7 @@ def test_names_are_safe_in_paths(name: str, safe: bool) -> None:
         ("atropos_common.net.ports", "pydantic"),
         ("atropos_tui.supervisor.runner", "textual"),
         ("atropos_tui.supervisor.runner", "torch"),
-        ("atropos_tui.supervisor.runner", "atropos_tui.profile.sections"),
+        ("atropos_tui.supervisor.runner", "atropos_tui.profile.profile"),
         ("atropos_tui.monitor.run.state", "textual"),
         ("atropos_tui.cli.start.profiles", "textual"),
         ("atropos_tui.ui.app", "torch"),

@@ -25,7 +25,7 @@ from atropos_tui.errors import Exit
 from atropos_tui.profile.budget.inventory import Hardware
 from atropos_tui.profile.budget.memory import Inventory
 from atropos_tui.profile.plan import stack_of
-from atropos_tui.profile.sections import Profile
+from atropos_tui.profile.profile import Profile
 from atropos_tui.profile.site import Site, make_site
 from tests.support.cpu_time import cpu_seconds
 

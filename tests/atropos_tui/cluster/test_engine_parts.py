@@ -15,7 +15,7 @@ from atropos_tui.profile.budget.inventory import Hardware
 from atropos_tui.profile.checks.consistency import check_profile
 from atropos_tui.profile.checks.preflight import lacks
 from atropos_tui.profile.plan import stack_of
-from atropos_tui.profile.sections import Profile, parse_profile
+from atropos_tui.profile.profile import Profile, parse_profile
 from atropos_tui.profile.site import make_site
 from atropos_tui.profile.spec import ComponentSpec, StageCheck
 from tests.atropos_tui.cluster.test_machines import HEAD, RUN_DIR, SSH, flag, parts, problems, where

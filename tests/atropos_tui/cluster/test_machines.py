@@ -22,7 +22,7 @@ from atropos_tui.profile.budget.inventory import named_machine
 from atropos_tui.profile.checks.consistency import check_profile
 from atropos_tui.profile.checks.preflight import is_this_machine, machines_of, unfit
 from atropos_tui.profile.plan import stack_of
-from atropos_tui.profile.sections import Profile, load_profile, parse_profile
+from atropos_tui.profile.profile import Profile, load_profile, parse_profile
 from atropos_tui.profile.site import make_site, trainer_placements, trainer_ranks
 from atropos_tui.profile.spec import ComponentSpec, HttpCheck
 from atropos_tui.supervisor.processes.process import gpus_within

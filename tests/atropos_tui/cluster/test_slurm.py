@@ -20,7 +20,7 @@ from atropos_tui.cluster import slurm
 from atropos_tui.cluster.slurm import lead_s, limit_s, script
 from atropos_tui.errors import UserError
 from atropos_tui.monitor.run.run_files import is_crashed
-from atropos_tui.profile.sections import load_profile
+from atropos_tui.profile.profile import load_profile
 
 NODES = '[[node]]\nname = "first"\n[[node]]\nname = "train"\ncount = 2\n'
 

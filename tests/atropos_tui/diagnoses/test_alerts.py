@@ -22,7 +22,7 @@ from atropos_tui.diagnoses.metric_rules import alert_rules
 from atropos_tui.diagnoses.metric_watch import MetricWatch
 from atropos_tui.errors import UserError
 from atropos_tui.profile.plan import stack_of
-from atropos_tui.profile.sections import parse_profile
+from atropos_tui.profile.profile import parse_profile
 from atropos_tui.profile.site import make_site
 from atropos_tui.profile.spec import AlertSpec, NotifyPolicy
 from atropos_tui.supervisor.notify import DeliveryError, run_command

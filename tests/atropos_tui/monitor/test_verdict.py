@@ -175,7 +175,7 @@ SITUATIONS: dict[str, tuple[Severity, str, Verdict]] = {
         "advice",
         "limited by the engine vllm: busy 97% of the time with 100 of 128 possible "
         "sequences, while the trainer waits "
-        "71%; shorter env.max_token_length, more engines, or no enforce-eager",
+        "71%; shorter env.max_token_length, a further GPU in [vllm] gpus, or no enforce-eager",
         said(flow(0.71, 0.03, running=100.0)),
     ),
     "trainer slow": (
@@ -410,7 +410,7 @@ def test_what_programs_wrote_is_plain_text_in_it() -> None:
 @pytest.mark.parametrize(
     ("mode", "refused", "named"),
     [
-        ("shared_vllm", ("more [trainer] gpus", ", more engines,"), "tensor_parallel"),
+        ("shared_vllm", ("more [trainer] gpus", "a further GPU"), "tensor_parallel"),
         ("broadcast", ("mode broadcast",), "more"),
     ],
 )

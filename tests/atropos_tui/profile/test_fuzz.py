@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from atropos_tui.errors import Exit
-from atropos_tui.profile.sections import profile_schema
+from atropos_tui.profile.profile import profile_schema
 from tests.atropos_tui.profile.support import (
     COMMANDS,
     ONE_IN_CI,

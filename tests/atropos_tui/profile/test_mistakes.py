@@ -15,7 +15,7 @@ from atropos_tui.cli.doctor import machine
 from atropos_tui.cli.manage import control
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.profile.load import key_lines
-from atropos_tui.profile.sections import load_profile
+from atropos_tui.profile.profile import load_profile
 from atropos_tui.supervisor.journal.store import RunResult
 
 HEAD = 'name = "p"\nmodel = "m"\n[env]\nmodule = "json"\n'

@@ -24,8 +24,8 @@ from atropos_tui.profile.checks.consistency import (
 )
 from atropos_tui.profile.checks.preflight import preflight
 from atropos_tui.profile.plan import redacted, stack_of
+from atropos_tui.profile.profile import Profile, load_profile, parse_profile
 from atropos_tui.profile.redact import hide_command, hide_tree
-from atropos_tui.profile.sections import Profile, load_profile, parse_profile
 from atropos_tui.profile.site import Site, engine_model, make_site
 from atropos_tui.profile.spec import ComponentSpec, RestartPolicy, StackSpec, StopPolicy, recipe
 

@@ -15,8 +15,9 @@ from atropos_tui.cli import main
 from atropos_tui.cli.start.init import SCHEMA_FILE
 from atropos_tui.cli.start.profiles import schema_text
 from atropos_tui.errors import Exit
+from atropos_tui.profile.load import shipped_profiles
+from atropos_tui.profile.profile import DERIVED_TRAINER_KEYS, profile_schema
 from atropos_tui.profile.schema import resolve
-from atropos_tui.profile.sections import DERIVED_TRAINER_KEYS, profile_schema, shipped_profiles
 from trainer_core.config import TrainingConfig
 
 KEPT = Path(__file__).parents[3] / "profiles" / SCHEMA_FILE

@@ -8,13 +8,8 @@ from typing import Any
 import pytest
 
 from atropos_tui.errors import Exit, UserError
-from atropos_tui.profile.sections import (
-    READ_WORDS,
-    apply_sets,
-    load_profile,
-    parse_profile,
-    shipped_profiles,
-)
+from atropos_tui.profile.load import apply_sets, shipped_profiles
+from atropos_tui.profile.profile import READ_WORDS, load_profile, parse_profile
 
 MINIMAL = 'name = "p"\nmodel = "m"\n[env]\nmodule = "json"\n'
 

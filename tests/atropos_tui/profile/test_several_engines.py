@@ -13,10 +13,11 @@ from atropos_tui.errors import Problem
 from atropos_tui.profile.budget import memory
 from atropos_tui.profile.budget.fit import split_gpus
 from atropos_tui.profile.budget.inventory import Gpu, Hardware, named_machine
+from atropos_tui.profile.builders.environment import sequences_in_flight
 from atropos_tui.profile.checks.consistency import check_notes, check_profile
 from atropos_tui.profile.checks.preflight import separate, unfit
-from atropos_tui.profile.plan import sequences_in_flight, stack_of
-from atropos_tui.profile.sections import Profile, parse_profile
+from atropos_tui.profile.plan import stack_of
+from atropos_tui.profile.profile import Profile, parse_profile
 from atropos_tui.profile.site import env_engines, make_site, training_config
 from atropos_tui.profile.spec import ComponentSpec
 

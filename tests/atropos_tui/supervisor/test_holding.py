@@ -15,7 +15,7 @@ from atropos_common.protocol.control import CommandRequest, State
 from atropos_common.protocol.records import DiagnosisRecord
 from atropos_tui.profile.plan import stack_of
 from atropos_tui.profile.ports import is_free
-from atropos_tui.profile.sections import parse_profile
+from atropos_tui.profile.profile import parse_profile
 from atropos_tui.profile.site import make_site
 from atropos_tui.profile.spec import ComponentSpec, HttpCheck, RestartPolicy
 from tests.support.harness import part, python, ready, script

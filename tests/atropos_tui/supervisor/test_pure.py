@@ -96,7 +96,7 @@ def test_the_supervisor_imports_no_screen_no_profile_and_no_trainer() -> None:
         "bad = [m for m in sys.modules if m.split('.')[0] in "
         "('textual','torch','vllm','transformers')"
         " or m in "
-        "('atropos_tui.profile.sections','atropos_tui.profile.plan','trainer_core.loop')]\n"
+        "('atropos_tui.profile.profile','atropos_tui.profile.plan','trainer_core.loop')]\n"
         "print(bad)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -16,8 +16,8 @@ from atropos_common.protocol.control import CommandRequest, Role, State
 from atropos_common.protocol.records import DiagnosisRecord, ProbeRecord
 from atropos_tui.monitor.format import reason_of
 from atropos_tui.profile.spec import HttpCheck, Probe, Probes, RestartPolicy, StopPolicy
-from atropos_tui.supervisor.component import next_delay
 from atropos_tui.supervisor.launchers import launcher
+from atropos_tui.supervisor.restarts import next_delay
 from tests.support.harness import QUICK, alive, part, pids_in, python, ready, script
 
 

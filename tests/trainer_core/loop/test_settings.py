@@ -332,7 +332,7 @@ def test_max_policy_lag_leaves_old_rollouts_out(
 
 
 def test_every_setting_can_be_set_from_a_profile(tmp_path: Path) -> None:
-    from atropos_tui.profile.sections import load_profile
+    from atropos_tui.profile.profile import load_profile
     from trainer_core.__main__ import parse_args
     from trainer_core.config import TrainingConfig
 

@@ -14,7 +14,7 @@ import pytest
 
 from atropos_common.protocol.control import CommandRequest, Role
 from atropos_common.protocol.records import DiagnosisRecord
-from atropos_tui.profile.plan import ranked
+from atropos_tui.profile.builders.trainer import ranked
 from atropos_tui.profile.spec import LogCheck, StopPolicy
 from tests.support.harness import Running, part, ready
 from tests.trainer_core.offline_runs import group_of, offline_config, write_lines

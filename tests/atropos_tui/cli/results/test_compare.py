@@ -24,7 +24,7 @@ from atropos_tui.cli.results.compare import Board, ComparedStack, label_entries
 from atropos_tui.errors import Exit, UserError
 from atropos_tui.monitor.run.run_files import read_json
 from atropos_tui.profile.checks.preflight import separate
-from atropos_tui.profile.sections import Profile, load_profile
+from atropos_tui.profile.profile import Profile, load_profile
 from atropos_tui.supervisor.journal import tracker
 from tests.atropos_tui.cli.stand_in_stack import fork_supervisors, write_profile
 from tests.atropos_tui.cli.test_json import check

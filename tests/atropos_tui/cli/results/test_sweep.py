@@ -20,7 +20,7 @@ from atropos_tui.cli.results.sweep import Cell, Grid, labels_of, slots_of, value
 from atropos_tui.errors import Exit, UserError
 from atropos_tui.monitor.run.run_files import read_json
 from atropos_tui.profile.budget.inventory import Hardware, named_machine
-from atropos_tui.profile.sections import Profile
+from atropos_tui.profile.profile import Profile
 from atropos_tui.supervisor.journal import tracker
 from tests.atropos_tui.cli.stand_in_stack import fork_supervisors, write_profile
 from tests.atropos_tui.cli.test_json import check

@@ -17,9 +17,10 @@ from atropos_tui.cli import main
 from atropos_tui.cli.start import up
 from atropos_tui.cli.start.profiles import read_env_files
 from atropos_tui.errors import Exit, UserError
-from atropos_tui.profile.plan import OUR_PACKAGES, stack_of
+from atropos_tui.profile.builders.commands import OUR_PACKAGES
+from atropos_tui.profile.plan import stack_of
 from atropos_tui.profile.ports import free_port
-from atropos_tui.profile.sections import load_profile
+from atropos_tui.profile.profile import load_profile
 from atropos_tui.profile.site import make_site
 from tests.atropos_tui.cli.stand_in_stack import write_profile
 from tests.support.own_places import own_places

@@ -28,7 +28,7 @@ from atropos_tui.profile.budget.inventory import Gpu, Hardware
 from atropos_tui.profile.budget.memory import site_budget, take_inventory
 from atropos_tui.profile.checks.consistency import check_notes
 from atropos_tui.profile.ports import is_free
-from atropos_tui.profile.sections import Profile, load_profile, profile_schema
+from atropos_tui.profile.profile import Profile, load_profile, profile_schema
 from atropos_tui.profile.site import TRAITS, make_site
 
 

@@ -15,9 +15,10 @@ from atropos_tui.cli import main
 from atropos_tui.cli.start import up
 from atropos_tui.cli.start.up import differences, write_run_files
 from atropos_tui.errors import Exit, UserError
+from atropos_tui.profile.load import shipped_profiles
 from atropos_tui.profile.plan import stack_of
 from atropos_tui.profile.ports import free_port
-from atropos_tui.profile.sections import Profile, load_profile, shipped_profiles
+from atropos_tui.profile.profile import Profile, load_profile
 from atropos_tui.profile.site import make_site
 from atropos_tui.supervisor.journal.store import RunResult
 

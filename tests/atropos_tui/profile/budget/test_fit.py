@@ -28,8 +28,9 @@ from atropos_tui.profile.budget.inventory import (
     read_model,
 )
 from atropos_tui.profile.budget.memory import Inventory, site_budget
+from atropos_tui.profile.load import shipped_profiles
 from atropos_tui.profile.ports import free_port
-from atropos_tui.profile.sections import load_profile, parse_profile, shipped_profiles
+from atropos_tui.profile.profile import load_profile, parse_profile
 from atropos_tui.profile.site import Site, make_site, training_config
 from tests.atropos_tui.profile.support import ask
 from trainer_core.shapes import describe

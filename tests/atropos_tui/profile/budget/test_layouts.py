@@ -16,8 +16,9 @@ from atropos_tui.profile.budget.inventory import Gpu, Hardware, Model, model_sha
 from atropos_tui.profile.budget.memory import Inventory, make_budget
 from atropos_tui.profile.checks.consistency import check_graph, check_profile
 from atropos_tui.profile.checks.preflight import preflight
+from atropos_tui.profile.load import shipped_profiles
 from atropos_tui.profile.plan import stack_of
-from atropos_tui.profile.sections import load_profile, shipped_profiles
+from atropos_tui.profile.profile import load_profile
 from atropos_tui.profile.site import make_site, training_config
 
 GIB = 1024**3

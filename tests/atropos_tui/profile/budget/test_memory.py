@@ -29,7 +29,8 @@ from atropos_tui.profile.budget.memory import (
 )
 from atropos_tui.profile.checks.preflight import preflight
 from atropos_tui.profile.plan import stack_of
-from atropos_tui.profile.sections import EngineSection, Profile, parse_profile
+from atropos_tui.profile.profile import Profile, parse_profile
+from atropos_tui.profile.sections import EngineSection
 from atropos_tui.profile.site import make_site, training_config
 from tests.support.small_models import CONFIGS, SMALL, build, saved, sizes_of
 from trainer_core.config import TrainingConfig, sharding_contradictions

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from atropos_tui.profile.checks.episodes import episode_files
-from atropos_tui.profile.sections import parse_profile
+from atropos_tui.profile.profile import parse_profile
 from atropos_tui.profile.site import make_site
 
 

@@ -18,9 +18,10 @@ from atropos_common.models.model_math import why_refused
 from atropos_tui.errors import Problem
 from atropos_tui.profile.budget.inventory import Gpu, Hardware, Model, model_shapes
 from atropos_tui.profile.budget.memory import Inventory
+from atropos_tui.profile.builders.environment import config_file
 from atropos_tui.profile.checks.preflight import preflight
-from atropos_tui.profile.plan import config_file, stack_of
-from atropos_tui.profile.sections import Profile
+from atropos_tui.profile.plan import stack_of
+from atropos_tui.profile.profile import Profile
 from atropos_tui.profile.site import make_site
 from atropos_tui.profile.source import is_hostable
 from tests.atropos_tui.profile.test_plan import profile, site

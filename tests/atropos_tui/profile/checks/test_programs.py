@@ -23,8 +23,9 @@ from atropos_tui.profile.checks.programs import (
     known_flags,
     unknown_flags,
 )
+from atropos_tui.profile.load import shipped_profiles
 from atropos_tui.profile.plan import stack_of
-from atropos_tui.profile.sections import load_profile, parse_profile, shipped_profiles
+from atropos_tui.profile.profile import load_profile, parse_profile
 from atropos_tui.profile.site import make_site
 from atropos_tui.profile.source import EnvSource
 

@@ -1,0 +1,1 @@
+"""Builders of component specs, one module for each role."""
