@@ -13,7 +13,7 @@ from atropos_tui.diagnoses import RULES
 from atropos_tui.diagnoses.exit_rules import PASSING_RULES, lasting_error
 from atropos_tui.diagnoses.roots import is_passing, same_words
 from atropos_tui.profile.spec import LogCheck, RestartPolicy, Stage
-from atropos_tui.supervisor import component
+from atropos_tui.supervisor import restarts
 from tests.support.harness import QUICK, part, python, ready
 
 LOG = Path(__file__).parent / "logs/engine_start.log"
@@ -26,7 +26,7 @@ SAYS = "import os, sys\nprint(sys.argv[1]); sys.exit(int(sys.argv[2]))"
 @pytest.fixture
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal failures are final however soon they come: starts in tests take milliseconds."""
-    monkeypatch.setattr(component, "ALIKE_S", 0.0)
+    monkeypatch.setattr(restarts, "ALIKE_S", 0.0)
 
 
 def raises(words: str) -> list[str]:

@@ -484,8 +484,8 @@ async def test_the_backoff_begins_anew_after_health(
 ) -> None:
     """Crashes close together wait longer and longer; one after a time of health waits as little as
     the first."""
-    monkeypatch.setattr("atropos_tui.supervisor.component.HEALTHY_RESET_S", 0.4)
-    monkeypatch.setattr("atropos_tui.supervisor.component.random.uniform", lambda low, high: 1.0)
+    monkeypatch.setattr("atropos_tui.supervisor.restarts.HEALTHY_RESET_S", 0.4)
+    monkeypatch.setattr("atropos_tui.supervisor.restarts.random.uniform", lambda low, high: 1.0)
     lives = (
         "import os,time; print('up',flush=True)\n"
         "time.sleep(.7 if os.environ['ATROPOS_ATTEMPT'] == '3' else .05); os._exit(1)"
