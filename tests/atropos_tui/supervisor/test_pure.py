@@ -12,22 +12,22 @@ import pytest
 
 from atropos_common.protocol.control import State
 from atropos_common.protocol.record_base import Record
-from atropos_tui.supervisor import component
+from atropos_tui.supervisor import transitions
 from atropos_tui.supervisor.journal.store import Hub, SubscriberDroppedError
 from atropos_tui.supervisor.processes import procfs
 
 
 def test_every_state_has_its_row_and_can_be_left_and_reached() -> None:
-    assert set(component.TRANSITIONS) == set(State)
+    assert set(transitions.TRANSITIONS) == set(State)
     reachable = {State.PENDING}
     while True:
-        more = reachable.union(*(component.TRANSITIONS[state] for state in reachable))
+        more = reachable.union(*(transitions.TRANSITIONS[state] for state in reachable))
         if more == reachable:
             break
         reachable = more
     assert reachable == set(State)
     only_by_command = {
-        state for state, after in component.TRANSITIONS.items() if after == {State.PENDING}
+        state for state, after in transitions.TRANSITIONS.items() if after == {State.PENDING}
     }
     assert only_by_command == {state for state in State if state.is_resting}
     assert not any(state.has_process for state in only_by_command)
@@ -45,8 +45,8 @@ def test_every_state_has_its_row_and_can_be_left_and_reached() -> None:
     ],
 )
 def test_illegal_steps_raise(old: State, new: State) -> None:
-    with pytest.raises(component.IllegalTransitionError, match=f"{old} -> {new}"):
-        component.check_step(old, new)
+    with pytest.raises(transitions.IllegalTransitionError, match=f"{old} -> {new}"):
+        transitions.check_step(old, new)
 
 
 def test_conditions() -> None:
