@@ -25,6 +25,7 @@ ONLY_MEASURE = {
     "nursery",
     "optimizer_memory",
     "overlay_picture",
+    "pictures",
     "planted_env",
     "screenshot",
     "shapes",
