@@ -71,5 +71,5 @@ def test_what_an_openenv_server_lacks(openenv: str, reason: str, fix: str) -> No
 def test_what_is_complete_has_no_problem() -> None:
     assert problems(**AGENT | {"scorer": "scores:score"}) == []
     assert problems(openenv="good") == []
-    assert problems(openenv="http://127.0.0.1:9") == [], "nobody is asked"
+    assert problems(openenv="http://127.0.0.1:9") == [], "validate connects to no server"
     assert problems(**AGENT | {"tasks": "gone.jsonl", "cwd": "${SOMEWHERE}"}) == [], "not known yet"
