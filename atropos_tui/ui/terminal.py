@@ -124,15 +124,9 @@ def with_theme(app: Themed) -> Themed:
     known = app.available_themes
     # Ask the terminal for its background only without a valid choice: the answer may take up to
     # half a second.
-    app.theme = first_theme(wish, known, None if wish in known else known_ground())
+    app.theme = first_theme(wish, known, None if wish in known else ground())
     app.keep_theme = lambda name: user_files.keep(theme=name)
     return app
-
-
-@cache
-def known_ground() -> Ground | None:
-    """Return `ground`, asked once."""
-    return ground()
 
 
 def edit(app: App[Any], path: Path) -> str:
@@ -170,6 +164,11 @@ def ground(timeout_s: float = COLOUR_TIMEOUT_S) -> Ground | None:
         return "light" if colour in ("7", "15") else "dark"
     if os.environ.get("TERM", "dumb") in ("dumb", "linux"):
         return None
+    return _asked_ground(timeout_s)
+
+
+@cache  # each return to the list of runs would wait for the terminal again
+def _asked_ground(timeout_s: float) -> Ground | None:
     try:
         terminal = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:
