@@ -50,7 +50,7 @@ class Catalogue:
         """Yield the rows known so far, then all; an unchanged ended run is not read again."""
         roots = list(self.source.roots())
         self.count = len(roots)
-        self._known = {root: row for root, row in self._known.items() if root in set(roots)}
+        self._known = {root: self._known[root] for root in roots if root in self._known}
         read = 0
         for root in roots:
             if self._refresh(root):
