@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from atropos_common.system.files import write_private
+
 ROOT = Path(__file__).parents[2]
-
-
 SOURCES = ("trainer_core/audit", "trainer_core/objective", "benchmarks/silent_bugs")
 
 
@@ -34,9 +34,8 @@ class State:
         return time.monotonic() > self._until
 
     def save(self) -> None:
-        new = self.path.with_suffix(".new")
-        new.write_text(json.dumps({"sources": self.sources, "done": self.done}, indent=1))
-        new.rename(self.path)
+        kept = {"sources": self.sources, "done": self.done}
+        write_private(self.path, json.dumps(kept, indent=1))
 
 
 def _sources() -> str:
