@@ -50,6 +50,11 @@ def masked_line(text: str) -> str:
     return mask(one_line(text))
 
 
+def cut(text: str, room: int) -> str:
+    """Return the beginning of `text`, with an ellipsis if it has more than `room` characters."""
+    return text if len(text) <= room else f"{text[: max(0, room - 1)]}…"
+
+
 def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
     """Align the cells of rows; the columns numbered in `right` are right-aligned."""
     right = set(right)

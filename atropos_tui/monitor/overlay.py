@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -137,8 +137,13 @@ def _flat(table: dict[str, Any], before: str = "") -> Iterator[tuple[str, object
 
 def differing(runs: Sequence[RunCurves]) -> dict[str, list[str]]:
     """Return the settings that differ, with each run's value; the seed comes last."""
-    keys = sorted({key for run in runs for key in run.settings}, key=lambda key: (key == SEED, key))
-    found = {key: [run.settings.get(key, NONE) for run in runs] for key in keys}
+    return differing_settings([run.settings for run in runs])
+
+
+def differing_settings(settings: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+    """`differing`, of each run's settings."""
+    keys = sorted({key for each in settings for key in each}, key=lambda key: (key == SEED, key))
+    found = {key: [each.get(key, NONE) for each in settings] for key in keys}
     return {key: values for key, values in found.items() if len(set(values)) > 1}
 
 

@@ -65,10 +65,9 @@ def _pattern(text: str | None) -> Pattern | None:
 
 
 def _nothing(entry: runs.RunEntry, options: argparse.Namespace) -> Problem:
-    if read_rollouts(entry.dir.telemetry_jsonl, Choice(limit=1)):
+    if newest := read_rollouts(entry.dir.telemetry_jsonl, Choice(limit=1)):
         given = options.step is not None or options.env or options.grep
-        steps = read_rollouts(entry.dir.telemetry_jsonl, Choice(limit=1))[0].step
-        what = f"the newest recorded step is {steps}" if given else "none match"
+        what = f"the newest recorded step is {newest[0].step}" if given else "none match"
         return Problem(what, "change --step, --env or --grep", str(entry.dir.root))
     fix = "set trainer.rollout_samples above 0; the first ones come with step 1"
     return Problem("the trainer has recorded none", fix, str(entry.dir.root))

@@ -65,9 +65,7 @@ class CompareScreen(ModalScreen[str | None]):
             text.append(f"{mark} {one_line(row.run)}", colour).append("  ")
             text.append(words, self._style(tone))
             text.append(f"  {one_line(Notes(row.note, row.tags).line)}\n", self._style("dim"))
-        found = differing(self._curves)
-        settings = [[key, *values] for key, values in found.items() if key != SEED]
-        settings += [[key, *found[key]] for key in (SEED,) if key in found]
+        settings = [[key, *values] for key, values in differing(self._curves).items()]
         self._add(text, "Settings that differ", marks, settings or [["none", *[""] * len(marks)]])
         _, *figures = zip(*final_table(self._curves), strict=True)
         skipped = ("mode", SEED)

@@ -9,7 +9,7 @@ from rich.text import Text
 from textual.app import RenderResult
 
 from atropos_tui.monitor.format import one_line
-from atropos_tui.monitor.overlay import SEED, settings_of
+from atropos_tui.monitor.overlay import differing_settings, settings_of
 from atropos_tui.monitor.run.notes import Notes
 from atropos_tui.monitor.run_list import RunRow
 from atropos_tui.monitor.verdict import Verdict
@@ -82,7 +82,5 @@ def differences(row: RunRow, other: RunRow) -> list[tuple[str, str, str]]:
     """Return the settings in which two runs differ, the seed last."""
     from atropos_common.system.run_dir import RunDir
 
-    here, there = settings_of(RunDir(row.dir)), settings_of(RunDir(other.dir))
-    keys = sorted({*here, *there}, key=lambda key: (key == SEED, key))
-    pairs = ((key, here.get(key, "–"), there.get(key, "–")) for key in keys)
-    return [pair for pair in pairs if pair[1] != pair[2]]
+    found = differing_settings([settings_of(RunDir(each.dir)) for each in (row, other)])
+    return [(key, here, there) for key, (here, there) in found.items()]

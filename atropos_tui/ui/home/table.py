@@ -12,7 +12,7 @@ from rich.text import Text
 from textual import events
 from textual.binding import Binding, BindingType
 
-from atropos_tui.monitor.format import number, one_line, real
+from atropos_tui.monitor.format import cut, number, one_line, real
 from atropos_tui.monitor.patterns import Pattern
 from atropos_tui.monitor.run.notes import Notes
 from atropos_tui.monitor.run_list import LIVE, RunRow, age
@@ -270,9 +270,7 @@ class RunTable(Listing[RunRow]):
         line.append(f"{MARK} " if is_marked else "  ", self.style("accent"))
         for name, cells in self._layout(width).items():
             column, style = COLUMNS[name], ""
-            text = column.text(item, now)
-            if len(text) > cells:
-                text = f"{text[: cells - 1]}…"
+            text = cut(column.text(item, now), cells)
             text = text.rjust(cells) if column.is_right else text.ljust(cells)
             if name == "state":
                 style = state_words(item)[1]

@@ -11,7 +11,7 @@ from rich.style import Style
 from rich.text import Text
 from textual import events
 
-from atropos_tui.monitor.format import counted, one_line
+from atropos_tui.monitor.format import counted, cut, one_line
 from atropos_tui.monitor.overlay import Setting, last_steps
 from atropos_tui.ui.widgets.panel import TextPanel, View
 
@@ -52,7 +52,7 @@ def legend_line(entries: Sequence[Entry], width: int) -> Text:
         if line.cell_len <= width:
             return line
     room = width // max(1, len(entries)) - 3  # the mark, and two spaces
-    return _joined(entries, [_cut(entry.texts[-1], room) for entry in entries], " ")
+    return _joined(entries, [cut(entry.texts[-1], room) for entry in entries], " ")
 
 
 def _joined(entries: Sequence[Entry], words: Sequence[str], gap: str) -> Text:
@@ -60,10 +60,6 @@ def _joined(entries: Sequence[Entry], words: Sequence[str], gap: str) -> Text:
     for entry, text in zip(entries, words, strict=True):
         line.append(gap if line else "").append(f"{entry.mark} {text}".rstrip(), entry.style)
     return line
-
-
-def _cut(text: str, room: int) -> str:
-    return text if len(text) <= room else f"{text[: max(0, room - 1)]}…"
 
 
 class RunsLegend(TextPanel):

@@ -16,7 +16,7 @@ from textual.binding import BindingType
 
 from atropos_common.protocol.trainer_records import RolloutRecord
 from atropos_common.system.files import write_private
-from atropos_tui.monitor.format import counted, number, one_line
+from atropos_tui.monitor.format import counted, cut, number, one_line
 from atropos_tui.monitor.patterns import Pattern
 from atropos_tui.monitor.rollout_export import json_line
 from atropos_tui.monitor.rollout_groups import (
@@ -336,4 +336,4 @@ class Rollouts(Listing[RolloutRow]):
         # The match would be cut off: start shortly before it.
         if hit is not None and hit > room - 8:
             text = f"…{text[max(hit - room // 3, 0) :]}"
-        return text if len(text) <= room else f"{text[: max(room - 1, 0)]}…"
+        return cut(text, room)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from rich.text import Text
 from textual.binding import BindingType
 
-from atropos_tui.monitor.format import counted, one_line
+from atropos_tui.monitor.format import counted, cut, one_line
 from atropos_tui.monitor.patterns import Pattern
 from atropos_tui.monitor.settings import SettingRow, SettingsTable
 from atropos_tui.ui.theme import title
@@ -107,9 +107,9 @@ class Settings(Listing[SettingRow]):
     def _line(self, key: str, cells: list[tuple[str, str]], width: int) -> Text:
         first, each = self._columns(width)
         line = Text(no_wrap=True, end="")
-        line.append(f"{_cut(key, first):<{first}}  ")
+        line.append(f"{cut(key, first):<{first}}  ")
         for text, style in cells:
-            cell = f"{_cut(one_line(text), each):<{each}}  "
+            cell = f"{cut(one_line(text), each):<{each}}  "
             line.append(cell, self.style(style) if style else None)
         return line
 
@@ -136,7 +136,3 @@ class Settings(Listing[SettingRow]):
             cells.append((there, "accent" if item.differs_from_other else "dim"))
         line = self._line(one_line(item.key), cells, width - 2)
         return Text(f"{mark} ", self.style("warn"), end="").append_text(line)
-
-
-def _cut(text: str, room: int) -> str:
-    return text if len(text) <= room else f"{text[: max(0, room - 1)]}…"
