@@ -156,7 +156,8 @@ def _commands(
         return ()
     taken = {
         binding.key: binding.id or binding.description or binding.action
-        for table in tables
+        # The first one names the key: a replay has the keys of a live run without their ids.
+        for table in reversed(tables)
         for binding in remapped(table, keys)
     }
     found = []
@@ -175,8 +176,10 @@ def _commands(
 
 
 def kinds_with_keys() -> list[type[DOMNode]]:
-    """Return the classes of the screen that have keys and are imported, apps first."""
+    """Return the classes of a run's screen that have keys and are imported, apps first."""
     own = [kind for kind in _below(DOMNode) if kind.__module__.startswith("atropos_tui.")]
+    # The list of runs reads no key file, and is imported only where it opens.
+    own = [kind for kind in own if not kind.__module__.startswith("atropos_tui.ui.home.")]
     own = [kind for kind in own if not issubclass(kind, Screen)]  # dialogs keep their keys
     own = list(dict.fromkeys(kind for kind in own if "BINDINGS" in vars(kind)))
     return sorted(own, key=lambda kind: not issubclass(kind, App))

@@ -272,7 +272,7 @@ def test_a_kill_without_restarts_ends_the_run() -> None:
     found = recipe(stack(profile(api={"restart": {"policy": "never"}})), "kill", "api")
     assert (found.stop, found.start) == (["api", "trainer", "env", "vllm"], [])
     assert "policy is never: the run ends with code 3" in found.note
-    assert "crash 4 within 600 s ends the run" in recipe(stack(profile()), "kill", "api").note
+    assert "The run ends at 4 crashes within 600 s" in recipe(stack(profile()), "kill", "api").note
 
 
 def test_recipe_of_an_unknown_component() -> None:

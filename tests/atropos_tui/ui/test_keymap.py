@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from atropos_common.system.run_dir import RunDir
 from atropos_tui.ui import user_files
 from atropos_tui.ui.keymap import KeyFile, kinds_with_keys, read_key_file
 from atropos_tui.ui.own_commands import OwnCommand, filled, run_in_background
-from tests.atropos_tui.ui.conftest import cockpit
+from atropos_tui.ui.widgets.components import Components
+from tests.atropos_tui.ui.conftest import Screen, cockpit
 from tests.atropos_tui.ui.fakes import FakeControl
 from tests.support.run_maker import T0, live_status, make_run
 
@@ -40,6 +42,12 @@ def write(text: str) -> Path:
 
 def read(text: str) -> KeyFile:
     return read_key_file(write(text), kinds_with_keys())
+
+
+async def ready(screen: Screen) -> None:
+    """Wait until the records are read and the table of components has its cursor."""
+    table = screen.app.query_one(Components)
+    await screen.until(lambda: screen.app.loaded and table.selected is not None)
 
 
 def test_keys_of_a_panel_and_of_the_app() -> None:
@@ -91,6 +99,12 @@ def test_right_entries_beside_a_wrong_one_are_used() -> None:
     assert found.keys == {"kill": "ctrl+k"} and [one.name for one in found.commands] == ["show"]
 
 
+def test_keys_of_the_list_of_runs_do_not_count() -> None:
+    importlib.import_module("atropos_tui.ui.home.app")
+    assert not any("ui.home" in kind.__module__ for kind in kinds_with_keys())
+    assert "r is the key of restart;" in read(SHOW.replace("ctrl+g", "r")).problems[0]
+
+
 def test_no_file_changes_nothing() -> None:
     assert read_key_file(user_files.key_file(), kinds_with_keys()) == KeyFile()
 
@@ -113,7 +127,7 @@ async def test_only_the_end_of_long_output_is_kept() -> None:
 async def test_the_user_s_keys_work_and_stand_in_help_and_footer(run: RunDir) -> None:
     write('[keys]\nrestart = "ctrl+r"\ncharts.smooth = "S"\n')
     async with cockpit(run, (100, 40), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
-        await screen.until(lambda: screen.app.loaded)
+        await ready(screen)
         await screen.shows("^r Restart")
         await screen.press("r")
         await screen.pilot.pause(0.3)
@@ -132,7 +146,7 @@ async def test_the_user_s_keys_work_and_stand_in_help_and_footer(run: RunDir) ->
 async def test_wrong_entries_are_shown_and_the_screen_works(run: RunDir) -> None:
     write('[keys]\nrestrat = "x"\n')
     async with cockpit(run, (100, 40), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
-        await screen.until(lambda: screen.app.loaded)
+        await ready(screen)
         assert any("keys.restrat: not an action" in toast for toast in screen.toasts())
         await screen.press("question_mark")
         await screen.until(lambda: len(screen.app.screen_stack) == 2)
@@ -143,7 +157,7 @@ async def test_wrong_entries_are_shown_and_the_screen_works(run: RunDir) -> None
 async def test_an_own_command_runs_on_the_selection(run: RunDir) -> None:
     write(SHOW)
     async with cockpit(run, (100, 40), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
-        await screen.until(lambda: screen.app.loaded)
+        await ready(screen)
         await screen.select("vllm")
         pid = screen.row("vllm").pid
         await screen.press("ctrl+g")
@@ -158,7 +172,7 @@ async def test_an_own_command_runs_on_the_selection(run: RunDir) -> None:
 async def test_an_own_command_may_ask_first(run: RunDir) -> None:
     write(SHOW + "confirm = true\n")
     async with cockpit(run, (100, 40), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
-        await screen.until(lambda: screen.app.loaded)
+        await ready(screen)
         await screen.press("ctrl+g")
         await screen.shows("y run · esc cancel")
         await screen.press("escape")
@@ -174,7 +188,7 @@ async def test_a_read_only_screen_runs_no_own_command(run: RunDir) -> None:
     write(SHOW)
     async with cockpit(run, (100, 40), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         screen.app.read_only = True
-        await screen.until(lambda: screen.app.loaded)
+        await ready(screen)
         await screen.press("ctrl+g")
         await screen.until(lambda: any("read-only" in toast for toast in screen.toasts()))
 
@@ -186,7 +200,7 @@ async def test_a_failing_or_missing_program_is_a_message(run: RunDir) -> None:
     )
     write(fails + missing.replace("ctrl+g", "ctrl+b"))
     async with cockpit(run, (100, 40), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
-        await screen.until(lambda: screen.app.loaded)
+        await ready(screen)
         await screen.press("ctrl+g", "ctrl+b")
         await screen.until(lambda: "show: exit status 4 no" in screen.toasts())
         await screen.until(lambda: any("cannot be started" in toast for toast in screen.toasts()))
