@@ -64,12 +64,12 @@ def test_what_is_said_when_a_signal_ends_the_screen(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     from atropos_tui.cli.manage.control import open_screen
-    from atropos_tui.ui import app
+    from atropos_tui.ui.home import session
 
     ended = make_run(tmp_path / "ended")
     if result:
         ended.result_json.write_text('{"exit_code": 0, "reason": "trainer completed"}')
-    monkeypatch.setattr(app, "run_cockpit", lambda *_, **__: "detach")
+    monkeypatch.setattr(session, "run_cockpit", lambda *_, **__: "detach")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setattr("gc.disable", lambda: None)
     monkeypatch.delenv("PYDANTIC_DISABLE_PLUGINS", raising=False)
