@@ -20,7 +20,7 @@ class GymData(vf.TaskData):
 
 class GymTask(vf.Task[GymData]):
     @vf.reward
-    async def score(self, trace: vf.Trace) -> float:
+    async def right(self, trace: vf.Trace) -> float:
         data = questions(self.data.dataset, self.data.seed, self.data.index + 1)
         return float(data.score_answer(extract_answer(trace.last_reply), data[self.data.index]))
 
