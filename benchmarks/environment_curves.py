@@ -1,0 +1,222 @@
+"""Environments of other makers learn in one real stack on one GPU: the reward of each over steps.
+
+    python -m benchmarks.environment_curves --model FOLDER [--minutes 4] [--only PART ...]
+        [--run-dir DIR] [--set KEY=VALUE ...] [--json]
+
+Kinds: verifiers with two reward functions, reasoning-gym through verifiers, OpenEnv, a program that
+only knows an OpenAI-compatible address. All of them fill the same steps. They send groups of equal
+scores too, so that a reward is the mean over all completions. `make environments` installs what
+they need. `--cpu` runs it with a tiny model, to try the program; nothing learns in that time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import tomli_w
+
+from atropos_common.protocol.record_tail import RecordTail
+from atropos_common.system.run_dir import RunDir
+from benchmarks.support.children import free_ports, up
+from trainer_core.rollouts.fields import environment
+
+ROOT = Path(__file__).parents[1]
+RECORDING = "rollouts.jsonl"
+GROUP = 8
+GROUPS_A_STEP = 16
+ENDS = 0.2
+"""Part of an environment's groups that the first and the last mean are taken over."""
+FEWEST_GROUPS = 40
+START_S = 300.0
+DOWN_S = 120.0
+GYM = "examples/verifiers/reasoning_gym_vf"
+ENVIRONMENTS: dict[str, dict[str, Any]] = {
+    "verifiers sums_vf": {"verifiers": "examples/verifiers/sums_vf"},
+    "reasoning-gym chain_sum": {"verifiers": GYM, "args": {"dataset": "chain_sum"}},
+    "reasoning-gym gcd": {"verifiers": GYM, "args": {"dataset": "gcd"}},
+    "openenv pick_digit": {"openenv": "examples/openenv/pick_digit"},
+    "agent plain_agent.py": {
+        "agent": ["python", "examples/agents/plain_agent.py"],
+        "tasks": "examples/agents/sums.jsonl",
+        "scorer": ["python", "examples/agents/score.py"],
+    },
+}
+
+
+def main() -> int:
+    options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a stack that runs is taken down
+    names = [
+        name
+        for name in ENVIRONMENTS
+        if not options.only or any(part in name for part in options.only)
+    ]
+    with tempfile.TemporaryDirectory() as made:
+        root = options.run_dir or Path(made) / "run"
+        profile = root.with_suffix(".toml")
+        profile.write_text(tomli_w.dumps(profile_of(names, options.model, cpu=options.cpu)))
+        run = play(profile, root, options)
+        rows = rewards(run / RECORDING, names)
+    if options.json:
+        print(json.dumps(rows))
+    else:
+        print(table(rows))
+    bad = [name for name in names if not rises(rows[name])]
+    for name in bad:
+        print(f"CHECK FAILED: the reward of {name} does not rise", file=sys.stderr)
+    return int(bool(bad))
+
+
+def slug(name: str) -> str:
+    return name.replace(" ", "-").replace(".", "-").replace("_", "-")
+
+
+def profile_of(names: list[str], model: Path, *, cpu: bool) -> dict[str, Any]:
+    """Return the profile of one stack with these environments."""
+    api, engine, *ports = free_ports(2 + len(names))
+    args = {
+        "env.group_size": GROUP,
+        "env.max_tokens": 128,
+        "env.steps_per_eval": 0,
+        "env.ensure_scores_are_not_same": False,
+    }
+    environments = []
+    for name, port in zip(names, ports, strict=True):
+        keys = {key: _placed(value) for key, value in ENVIRONMENTS[name].items()}
+        own = keys.pop("args", {})
+        if "openenv" in keys:
+            keys["openenv_port"] = port
+        environments.append({"name": slug(name), **keys, "args": args | own})
+    on_gpu = {"gpus": [0], "gpu_memory_utilization": 0.3}
+    on_cpu = {"env": {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
+    small = {"enforce-eager": True, "kv-cache-memory-bytes": 2**27, "block-size": 32}
+    trainer_gpu = {"gpus": [0], "in_flight": "reuse", "pack_tokens": 8192}
+    trainer_cpu = {"device": "cpu", "dtype": "float32", "env": {"OMP_NUM_THREADS": "1"}}
+    return {
+        "name": "environment-curves",
+        "mode": "none" if cpu else "shared_vllm",
+        "model": str(model),
+        "seed": 0,
+        "api": {"port": api},
+        "env": environments,
+        "vllm": {
+            "port": engine,
+            "max_model_len": 1024,
+            **(on_cpu if cpu else on_gpu),
+            "args": {
+                "max-num-seqs": 128 if cpu else 512,
+                "enable-auto-tool-choice": True,
+                "tool-call-parser": "hermes",
+                **(small if cpu else {"distributed-executor-backend": "mp"}),
+            },
+        },
+        "trainer": {
+            "training_steps": 1_000_000,
+            "batch_size": GROUP,
+            "gradient_accumulation_steps": 1 if cpu else GROUPS_A_STEP,
+            "lr": 3e-6,
+            "warmup_steps": 5,
+            "checkpoint_interval": 0,
+            "record_rollouts": RECORDING,
+            **(trainer_cpu if cpu else trainer_gpu),
+        },
+    }
+
+
+def _placed(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_placed(part) for part in value]
+    return str(ROOT / value) if str(value).startswith("examples/") else value
+
+
+def play(profile: Path, root: Path, options: argparse.Namespace) -> Path:
+    """Run the stack for the minutes after its first step; return the run's folder."""
+    command = up(profile, root)
+    for each in options.set:
+        command += ["--set", each]
+    run, tail, began = RunDir(root), None, time.monotonic()
+    output = root.with_suffix(".log")
+    with output.open("wb") as file:
+        stack = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+    try:
+        end = began + START_S
+        while stack.poll() is None and time.monotonic() < end:
+            time.sleep(0.5)
+            tail = tail or RecordTail(run.telemetry_jsonl)
+            if end == began + START_S and any(each.kind == "step" for each in tail.rest()):
+                end = time.monotonic() + 60 * options.minutes
+                print(f"first step after {time.monotonic() - began:.0f} s", flush=True)
+    finally:
+        stack.send_signal(signal.SIGTERM)
+        stack.wait(DOWN_S)
+    if end == began + START_S:
+        raise SystemExit(f"no step within {START_S:.0f} s: see {output}")
+    return root
+
+
+def rewards(recording: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Return for each environment its groups, and the mean score of the first and last of them."""
+    scores: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    with recording.open("rb") as file:
+        for number, line in enumerate(file):
+            if not line.endswith(b"\n"):
+                break
+            for group in json.loads(line)["batch"]:
+                scores[environment(group) or ""].append((number, mean(group["scores"])))
+    found = {}
+    for name in names:
+        own = scores.get(slug(name), [])
+        part = max(1, int(ENDS * len(own)))
+        means = [score for _, score in own]
+        found[name] = {
+            "groups": len(own),
+            "steps": len({number for number, _ in own}),
+            "first": mean(means[:part]) if own else None,
+            "last": mean(means[-part:]) if own else None,
+            "curve": [
+                round(mean(means[at : at + part]), 4) for at in range(0, len(means), part)
+            ],
+        }
+    return found
+
+
+def rises(row: dict[str, Any]) -> bool:
+    return row["groups"] >= FEWEST_GROUPS and row["last"] > row["first"]
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """Markdown: one row for each environment."""
+    lines = [
+        "| environment | groups of 8 | steps with it | reward, first fifth | last fifth |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        ends = [f"{row[at]:.2f}" if row[at] is not None else "" for at in ("first", "last")]
+        lines.append(f"| {name} | {row['groups']} | {row['steps']} | {' | '.join(ends)} |")
+    return "\n".join(lines)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=4.0)
+    parser.add_argument("--only", nargs="*", metavar="PART", default=[])
+    parser.add_argument("--run-dir", type=Path, help="kept; else a temporary folder")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--cpu", action="store_true", help="try the program without a GPU")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
