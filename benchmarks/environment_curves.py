@@ -183,9 +183,7 @@ def rewards(recording: Path, names: list[str]) -> dict[str, dict[str, Any]]:
             "steps": len({number for number, _ in own}),
             "first": mean(means[:part]) if own else None,
             "last": mean(means[-part:]) if own else None,
-            "curve": [
-                round(mean(means[at : at + part]), 4) for at in range(0, len(means), part)
-            ],
+            "curve": [round(mean(means[at : at + part]), 4) for at in range(0, len(means), part)],
         }
     return found
 
