@@ -1,20 +1,30 @@
-"""Base class of the screens: themes, plain text, refusals, and errors in a file."""
+"""Base class of the screens: themes, plain text, the user's keys, refusals, errors in a file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic
+from pathlib import Path
+from typing import ClassVar, Generic
 
 from rich.cells import cell_len
 from rich.segment import Segment
 from textual.app import App, ReturnType
 from textual.color import Color
 from textual.filter import LineFilter
+from textual.notifications import SeverityLevel
 
 from atropos_tui.monitor.format import one_line
 from atropos_tui.streams import harmless
 from atropos_tui.ui import user_files
-from atropos_tui.ui.keymap import KeyFile
+from atropos_tui.ui.dialogs import OwnCommandDialog
+from atropos_tui.ui.keymap import KeyFile, kinds_with_keys, read_key_file
+from atropos_tui.ui.own_commands import (
+    OwnCommand,
+    filled,
+    line_of,
+    run_in_background,
+    run_in_terminal,
+)
 from atropos_tui.ui.theme import LIGHT, THEME, theme_colours
 
 
@@ -36,12 +46,16 @@ def _plain_segment(segment: Segment) -> Segment:
 
 
 class BaseApp(App[ReturnType], Generic[ReturnType]):
-    """App with the themes of this program."""
+    """App with the themes of this program, and the keys and commands of the user."""
+
+    always: ClassVar[tuple[str, ...]] = ()
+    """Actions whose keys the footer shows whatever has the focus."""
 
     def __init__(self) -> None:
         super().__init__()
         self._only_plain_text = OnlyPlainText()
         self.key_file = KeyFile()
+        self.read_only = False
         # The themes come last: `watch_theme` calls `keep_theme` with a theme that the user chooses.
         self.keep_theme: Callable[[str], object] = lambda name: None
         for theme in (THEME, LIGHT):
@@ -70,3 +84,51 @@ class BaseApp(App[ReturnType], Generic[ReturnType]):
         # A held key would otherwise fill the screen with the same toast.
         if all((note.title, note.message) != (heading, words) for note in self._notifications):
             self.notify(words, title=heading, severity="warning", timeout=8, markup=False)
+
+    # The user's keys and commands.
+
+    def use_key_file(self, path: Path) -> None:
+        """Apply the user's keys, bind the own commands, and report wrong entries."""
+        self.key_file = read_key_file(path, kinds_with_keys())
+        self.set_keymap(dict(self.key_file.keys))
+        for command in self.key_file.commands:
+            self.bind(command.key, f"own({command.name!r})", description=command.description)
+        if self.key_file.problems:
+            words = "\n".join(one_line(problem) for problem in self.key_file.problems)
+            heading = f"wrong entries in {path}"
+            self.notify(words, title=heading, severity="warning", timeout=20, markup=False)
+
+    def selection(self) -> dict[str, str | None]:
+        """Return the values of the placeholders of own commands; None without one."""
+        raise NotImplementedError
+
+    def action_own(self, name: str) -> None:
+        command = next(one for one in self.key_file.commands if one.name == name)
+        if self.read_only:
+            self.refuse("this screen is read-only", "attach without --read-only to run commands")
+            return
+        try:
+            argv = filled(command, self.selection())
+        except ValueError as error:
+            self.refuse(str(error), "select a component or step that has one", command.name)
+            return
+        self.run_worker(self._run_own(command, argv), group=f"own-{name}", exclusive=True)
+
+    async def _run_own(self, command: OwnCommand, argv: list[str]) -> None:
+        if command.confirm:
+            question = OwnCommandDialog(command.description, line_of(argv))
+            if not await self.push_screen_wait(question):
+                return
+        if not command.background:
+            if problem := run_in_terminal(self, command, argv):
+                self.refuse(problem, "", command.name)
+            return
+        try:
+            status, output = await run_in_background(argv)
+        except OSError as error:
+            self.refuse(f"{argv[0]} cannot be started: {error.strerror}", "", command.name)
+            return
+        heading = f"{command.name}: " + (f"exit status {status}" if status else "done")
+        severity: SeverityLevel = "error" if status else "information"
+        words = output or "no output"
+        self.notify(words, title=heading, severity=severity, timeout=10, markup=False)

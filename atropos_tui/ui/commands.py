@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from textual.app import SystemCommand
@@ -20,22 +19,9 @@ from atropos_common.protocol.records import CommandRecord
 from atropos_tui.monitor.format import one_line
 from atropos_tui.supervisor.client import Refused
 from atropos_tui.ui.base import BaseApp
-from atropos_tui.ui.dialogs import ConfirmDialog, OwnCommandDialog, QuitDialog
+from atropos_tui.ui.dialogs import ConfirmDialog, QuitDialog
 from atropos_tui.ui.feed import Feed
-from atropos_tui.ui.keymap import (
-    KeyFile,
-    bindings_of,
-    kinds_with_keys,
-    read_key_file,
-    remapped,
-)
-from atropos_tui.ui.own_commands import (
-    OwnCommand,
-    filled,
-    line_of,
-    run_in_background,
-    run_in_terminal,
-)
+from atropos_tui.ui.keymap import KeyFile, bindings_of, remapped
 from atropos_tui.ui.widgets.bars import CommandBar
 from atropos_tui.ui.widgets.components import Components
 
@@ -51,7 +37,6 @@ class CommandApp(BaseApp[Outcome]):
 
     feed: Feed
     always: ClassVar[tuple[str, ...]] = ("ask_quit", "help")
-    """Actions whose keys the footer shows whatever has the focus."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +45,6 @@ class CommandApp(BaseApp[Outcome]):
         self.gone = ""  # reason why no supervisor answers; empty while one does
         # The user has moved the cursor, so the screen no longer moves it.
         self.user_selects = False
-        self.read_only = False
         # Stopping was requested here; the screen closes once the run has ended.
         self.is_leaving = False
         self._seen_commands: set[str] = set()
@@ -151,54 +135,6 @@ class CommandApp(BaseApp[Outcome]):
         self.notify(f"{action} {component or 'the stack'}: accepted", timeout=2, markup=False)
         return True
 
-    # The user's keys and commands.
-
-    def use_key_file(self, path: Path) -> None:
-        """Apply the user's keys, bind the own commands, and report wrong entries."""
-        self.key_file = read_key_file(path, kinds_with_keys())
-        self.set_keymap(dict(self.key_file.keys))
-        for command in self.key_file.commands:
-            self.bind(command.key, f"own({command.name!r})", description=command.description)
-        if self.key_file.problems:
-            words = "\n".join(one_line(problem) for problem in self.key_file.problems)
-            heading = f"wrong entries in {path}"
-            self.notify(words, title=heading, severity="warning", timeout=20, markup=False)
-
-    def selection(self) -> dict[str, str | None]:
-        """Return the values of the placeholders of own commands; None without one."""
-        raise NotImplementedError
-
-    def action_own(self, name: str) -> None:
-        command = next(one for one in self.key_file.commands if one.name == name)
-        if self.read_only:
-            self.refuse("this screen is read-only", "attach without --read-only to run commands")
-            return
-        try:
-            argv = filled(command, self.selection())
-        except ValueError as error:
-            self.refuse(str(error), "select a component or step that has one", command.name)
-            return
-        self.run_worker(self._run_own(command, argv), group=f"own-{name}", exclusive=True)
-
-    async def _run_own(self, command: OwnCommand, argv: list[str]) -> None:
-        if command.confirm:
-            question = OwnCommandDialog(command.description, line_of(argv))
-            if not await self.push_screen_wait(question):
-                return
-        if not command.background:
-            if problem := run_in_terminal(self, command, argv):
-                self.refuse(problem, "", command.name)
-            return
-        try:
-            status, output = await run_in_background(argv)
-        except OSError as error:
-            self.refuse(f"{argv[0]} cannot be started: {error.strerror}", "", command.name)
-            return
-        heading = f"{command.name}: " + (f"exit status {status}" if status else "done")
-        severity: SeverityLevel = "error" if status else "information"
-        words = output or "no output"
-        self.notify(words, title=heading, severity=severity, timeout=10, markup=False)
-
     # Leaving.
 
     def action_detach(self) -> None:
@@ -246,9 +182,12 @@ Act = Callable[[Action, str], object]
 
 
 def palette(
-    app: CommandApp, panels: Iterable[DOMNode], rows: Iterable[ComponentStatus], act: Act
+    app: BaseApp[Any],
+    panels: Iterable[DOMNode],
+    rows: Iterable[ComponentStatus] = (),
+    act: Act = lambda action, component: None,
 ) -> Iterator[SystemCommand]:
-    """Yield the commands of the palette; `panels` have keys of their own."""
+    """Yield the commands of the palette; `panels` have keys of their own, `act` is for `rows`."""
     for owner in (app, *panels):
         for binding in _by_action(remapped(bindings_of(type(owner)), app.key_file.keys)):
             if binding.tooltip and not binding.system:

@@ -19,8 +19,8 @@ from atropos_tui.monitor.format import one_line
 from atropos_tui.profile.errors import did_you_mean
 from atropos_tui.ui.own_commands import OwnCommand, command_of
 
-# Actions of a replay exist only there.
-OF_REPLAY = "replay."
+# Actions of a replay exist only there, those of the list of runs not in a replay.
+ELSEWHERE = ("replay", "runs")
 MODIFIERS = ("ctrl", "shift", "alt", "super", "hyper", "meta")
 _NAMES = {key.value for key in Keys} | set(KEY_ALIASES) | {f"f{n}" for n in range(1, 25)}
 
@@ -106,11 +106,12 @@ def _keys(given: Any, tables: list[list[Binding]], problems: list[str]) -> dict[
         problems.append("keys: not a section; fix: write [keys] on a line of its own")
         return {}
     known = {binding.id for table in tables for binding in table if binding.id}
+    panels = {name.partition(".")[0] for name in known if "." in name}
     keys: dict[str, str] = {}
     for name, value in _flat(given):
         words = value if isinstance(value, list) else [value]
         names = [key_name(word) if isinstance(word, str) else None for word in words]
-        if name.startswith(OF_REPLAY) and name not in known:
+        if (panel := name.partition(".")[0]) in ELSEWHERE and panel not in panels:
             continue
         if name not in known:
             fix = did_you_mean(name, sorted(known), 2) or "docs/keys.md lists the actions"
@@ -176,13 +177,11 @@ def _commands(
 
 
 def kinds_with_keys() -> list[type[DOMNode]]:
-    """Return the classes of a run's screen that have keys and are imported, apps first."""
+    """Return the imported classes that have keys, the app of a run first, then other apps."""
     own = [kind for kind in _below(DOMNode) if kind.__module__.startswith("atropos_tui.")]
-    # The list of runs reads no key file, and is imported only where it opens.
-    own = [kind for kind in own if not kind.__module__.startswith("atropos_tui.ui.home.")]
     own = [kind for kind in own if not issubclass(kind, Screen)]  # dialogs keep their keys
     own = list(dict.fromkeys(kind for kind in own if "BINDINGS" in vars(kind)))
-    return sorted(own, key=lambda kind: not issubclass(kind, App))
+    return sorted(own, key=lambda kind: (not issubclass(kind, App), ".home." in kind.__module__))
 
 
 def _below(kind: type[DOMNode]) -> Iterator[type[DOMNode]]:

@@ -7,15 +7,16 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 from rich.text import Text
-from textual.app import ComposeResult
+from textual.app import ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
-from textual.widgets import Footer, Static
+from textual.screen import Screen
+from textual.widgets import Static
 
 from atropos_common.protocol.control import RunStatus
 from atropos_common.system.run_dir import RunDir
@@ -26,15 +27,18 @@ from atropos_tui.monitor.overlay import read_runs
 from atropos_tui.monitor.run.notes import Notes, write_notes
 from atropos_tui.monitor.run_list import RunRow
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused
+from atropos_tui.ui import user_files
 from atropos_tui.ui.base import BaseApp
-from atropos_tui.ui.commands import explained
+from atropos_tui.ui.commands import explained, palette
 from atropos_tui.ui.dialogs import HelpDialog
 from atropos_tui.ui.feed import NO_ANSWER
 from atropos_tui.ui.home.comparison import CompareScreen
 from atropos_tui.ui.home.details import RunDetails, differences
 from atropos_tui.ui.home.notes import NotesDialog
 from atropos_tui.ui.home.table import Memory, RunTable
+from atropos_tui.ui.own_commands import PLACEHOLDERS
 from atropos_tui.ui.widgets.bars import SearchBar
+from atropos_tui.ui.widgets.footer import Footer
 from atropos_tui.ui.widgets.panel import Listing, hidden
 
 # Shortest seconds between two scans, and the share of the time that scans may take.
@@ -67,17 +71,20 @@ class HomeApp(BaseApp[Choice]):
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (110, "-wide")]  # noqa: RUF012
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-normal")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("c", "compare", "Compare", tooltip="Show how the marked runs differ"),
-        Binding("slash", "search", "Filter", tooltip="Show only runs that match"),
-        Binding("n", "note", "Note", tooltip="Write the note and the tags of this run"),
-        Binding("i", "open('settings')", "Settings", tooltip="Settings of this run"),
-        Binding("o", "report", "Report", tooltip="Write a page about the marked runs, or this one"),
+        # Names of actions that the screen of a run has too stand for both in the key file.
+        hidden("c", "compare", "Compare", "Show how the marked runs differ"),
+        replace(hidden("slash", "search", "Filter", "Show only runs that match"), id="search"),
+        hidden("n", "note", "Note", "Runs: write the note and the tags of this run"),
+        hidden("i", "open('settings')", "Settings", "Settings of this run"),
+        hidden("o", "report", "Report", "Runs: write a page about the marked runs, or this one"),
         hidden("t", "change_theme", "Theme", "Choose a theme"),
-        Binding("question_mark", "help", "Help", tooltip="This list"),
-        Binding("q", "leave", "Quit", tooltip="Leave; all runs go on"),
+        hidden("question_mark", "help", "Help", "This list, and the words and marks of the screen"),
+        hidden("q", "leave", "Quit", "Leave; all runs go on"),
         Binding("ctrl+q,ctrl+c", "leave", "Quit", show=False, system=True, priority=True),
         hidden("escape", "back", "Back", "Remove the filter, then the marks"),
     ]
+
+    always = ("leave", "help")
 
     def __init__(
         self, catalogue: Catalogue, memory: Memory | None = None, here: Path | None = None
@@ -102,6 +109,7 @@ class HomeApp(BaseApp[Choice]):
     def on_mount(self) -> None:
         self.query_one("#no-runs").display = False
         self.table.focus()
+        self.use_key_file(user_files.key_file())
         if rows := self._memory.rows:
             self._memory.rows = ()
             self._put(list(rows))
@@ -213,6 +221,13 @@ class HomeApp(BaseApp[Choice]):
         self.push_screen(
             HelpDialog(explained(self, [self.table]), {"Marks": MARKS, "Words": WORDS})
         )
+
+    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
+        return palette(self, [self.table])
+
+    def selection(self) -> dict[str, str | None]:
+        row = self.table.current
+        return {**dict.fromkeys(PLACEHOLDERS), "run_dir": str(row.dir) if row else None}
 
     def _chosen(self) -> list[RunRow]:
         # The marked runs in the order of their marks, else the one under the cursor.

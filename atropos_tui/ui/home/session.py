@@ -25,7 +25,9 @@ def run_session(
     choice, last, from_home = Choice(first), first, first is None
     while True:
         if choice.run is None:
-            found = run_app(with_theme(HomeApp(catalogue, memory, last)), Choice(None))
+            home = HomeApp(catalogue, memory, last)
+            home.read_only = read_only
+            found = run_app(with_theme(home), Choice(None))
             if found == "failed":
                 return None, "failed"
             choice = found

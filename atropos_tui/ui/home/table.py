@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 
 from rich.text import Text
 from textual import events
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 
 from atropos_tui.monitor.format import cut, number, one_line, real
 from atropos_tui.monitor.patterns import Pattern
@@ -97,13 +97,14 @@ class RunTable(Listing[RunRow]):
     """Runs in an order of the user's choice; space marks."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "choose", "Open", tooltip="Runs: open the run under the cursor"),
-        Binding("space", "mark", "Mark", tooltip="Runs: mark this run, or remove the mark"),
-        Binding("S", "sort", "Sort", tooltip="Runs: sort by the next column, as a click does"),
+        hidden("enter", "choose", "Open", "Runs: open the run under the cursor"),
+        hidden("space", "mark", "Mark", "Runs: mark this run, or remove the mark"),
+        hidden("S", "sort", "Sort", "Runs: sort by the next column, as a click does"),
         hidden("N", "sort_by('name')", "By name", "Runs: sort by name; again: reversed"),
         hidden("A", "sort_by('age')", "By age", "Runs: sort by age; again: reversed"),
         hidden("R", "sort_by('reward')", "By reward", "Runs: sort by reward; again: reversed"),
     ]
+    best = ("choose", "mark", "app.compare", "app.search", "sort_by('reward')")
     head = 1
 
     def __init__(self, memory: Memory) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from atropos_common.system.run_dir import RunDir
 from atropos_tui.monitor.catalogue import Catalogue, Source
 from atropos_tui.monitor.run.notes import notes_of, read_notes, write_notes
 from atropos_tui.monitor.run_list import RunRow, listed
+from atropos_tui.ui import user_files
 from atropos_tui.ui.home import session
 from atropos_tui.ui.home.app import Choice, HomeApp
 from atropos_tui.ui.home.comparison import CompareScreen
@@ -72,6 +74,9 @@ class Home:
     def names(self) -> list[str]:
         return [row.run for row in self.app.table.items]
 
+    def toasts(self) -> str:
+        return "\n".join(note.message for note in self.app._notifications)
+
     async def press(self, *keys: str) -> None:
         await self.pilot.press(*keys)
         await self.pilot.pause()
@@ -109,7 +114,7 @@ async def test_runs_stand_newest_first_with_their_figures_and_sentences(folder: 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 50)])
 async def test_the_best_reward_is_one_key_away(folder: Folder, size: tuple[int, int]) -> None:
     async with home(folder, size) as screen:
-        await screen.shows("S Sort")
+        await screen.shows("R By reward")
         await screen.press("R")
         assert screen.names() == ["beta", "gamma", "alpha"]
         await screen.shows("REWARD▼")
@@ -136,7 +141,7 @@ async def test_a_filter_finds_names_states_and_tags_and_esc_drops_it(folder: Fol
 async def test_marked_runs_are_compared_in_words_then_in_charts(folder: Folder) -> None:
     async with home(folder) as screen:
         await screen.press("c")
-        await screen.until(lambda: any("mark two" in n.message for n in screen.app._notifications))
+        await screen.until(lambda: "mark two" in screen.toasts())
         await screen.press("down", "space", "space")
         await screen.shows("✓ 2 marked")
         await screen.press("c")
@@ -148,6 +153,47 @@ async def test_marked_runs_are_compared_in_words_then_in_charts(folder: Folder) 
         await screen.press("enter")
     beta, gamma = folder.root / "beta", folder.root / "gamma"
     assert screen.app.return_value == Choice(beta, "training", (gamma,))
+
+
+async def test_the_user_s_keys_and_commands_work_in_the_list(folder: Folder) -> None:
+    path = user_files.key_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"""
+[keys]
+compare = "C"
+runs.by-reward = "f6"
+runs.nose = "x"
+
+[ui.command.where]
+key = "ctrl+g"
+description = "Where it is"
+argv = ["{sys.executable}", "-c", "import sys; print(sys.argv[1])", "{{run_dir}}"]
+background = true
+""")
+    async with home(folder, (80, 24)) as screen:
+        await screen.shows("C Compare")
+        await screen.shows("f6 By reward")
+        assert "keys.runs.nose: not an action; did you mean runs.note" in screen.toasts()
+        await screen.press("f6")
+        assert screen.names() == ["beta", "gamma", "alpha"]
+        await screen.press("R")
+        assert screen.names() == ["beta", "gamma", "alpha"]
+        await screen.press("ctrl+g")
+        await screen.until(lambda: str(folder.root / "beta") in screen.toasts())
+        await screen.press("c")
+        assert "mark two" not in screen.toasts()
+        await screen.press("C")
+        await screen.until(lambda: "mark two" in screen.toasts())
+
+
+async def test_a_read_only_list_runs_no_own_command(folder: Folder) -> None:
+    path = user_files.key_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text('[ui.command.x]\nkey = "ctrl+g"\ndescription = "x"\nargv = ["true"]\n')
+    async with home(folder) as screen:
+        screen.app.read_only = True
+        await screen.press("ctrl+g")
+        await screen.until(lambda: "read-only" in screen.toasts())
 
 
 async def test_a_note_is_written_in_the_list(folder: Folder) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from pathlib import Path
 
@@ -10,6 +9,8 @@ import pytest
 
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.ui import user_files
+from atropos_tui.ui.app import CockpitApp
+from atropos_tui.ui.home.app import HomeApp
 from atropos_tui.ui.keymap import KeyFile, kinds_with_keys, read_key_file
 from atropos_tui.ui.own_commands import OwnCommand, filled, run_in_background
 from atropos_tui.ui.widgets.components import Components
@@ -99,10 +100,15 @@ def test_right_entries_beside_a_wrong_one_are_used() -> None:
     assert found.keys == {"kill": "ctrl+k"} and [one.name for one in found.commands] == ["show"]
 
 
-def test_keys_of_the_list_of_runs_do_not_count() -> None:
-    importlib.import_module("atropos_tui.ui.home.app")
-    assert not any("ui.home" in kind.__module__ for kind in kinds_with_keys())
-    assert "r is the key of restart;" in read(SHOW.replace("ctrl+g", "r")).problems[0]
+def test_a_shared_action_s_key_is_free_in_the_list_of_runs_too() -> None:
+    assert kinds_with_keys()[0] is CockpitApp and HomeApp in kinds_with_keys()
+    assert "c is the key of compare;" in read(SHOW.replace("ctrl+g", "c")).problems[0]
+    assert "n is the key of runs.note;" in read('[keys]\ncompare = "n"').problems[0]
+
+
+def test_a_replay_without_the_list_of_runs_accepts_its_names() -> None:
+    kinds = [kind for kind in kinds_with_keys() if ".home." not in kind.__module__]
+    assert read_key_file(write('[keys]\nruns.note = "N"'), kinds) == KeyFile()
 
 
 def test_no_file_changes_nothing() -> None:
