@@ -60,7 +60,7 @@ ALIGNMENT = ("diff", "diff-max", "logprobs", "kl")
 
 # In the order of the number keys. To add a panel, write its file and add a row here.
 VIEWS = {
-    "overview": ViewSpec("Overview", "Everything", short="Home"),
+    "overview": ViewSpec("Overview", "Everything", short="Run"),
     "training": ViewSpec(
         "Training",
         "Training curves, and those you choose",
@@ -79,13 +79,14 @@ VIEWS = {
         "Where the time goes; the summary, beside other runs",
         Benchmark,
         panels=lambda: [Benchmark(), Summary()],
-        short="Bench",
+        short="Time",
     ),
     "machine": ViewSpec(
         "Machine",
         "GPUs, or the host's memory and CPU; the nodes",
         MachinePanel,
         panels=lambda: [Nodes(), MachinePanel()],
+        short="Host",
     ),
     "alignment": ViewSpec(
         "Alignment",

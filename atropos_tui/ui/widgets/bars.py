@@ -215,6 +215,7 @@ class ViewsLine(TextPanel):
         padding: 0 1;
         color: $foreground;
     }
+    .-narrow ViewsLine, .-tiny ViewsLine { padding: 0; }
     """
 
     def __init__(self, titles: Mapping[str, tuple[str, str]]) -> None:
@@ -238,26 +239,27 @@ class ViewsLine(TextPanel):
 
     def lines(self, view: View, width: int, height: int) -> list[Text]:
         open_ones = len(open_diagnoses(view.state, view.status)) if view.status else 0
-        for which in (0, 1):
-            line = self._line(which, open_ones, with_runs=True)
-            if line.cell_len <= width:
-                return [line]
-        return [self._line(1, open_ones, with_runs=False)]
+        long = {name: titles[0] for name, titles in self._titles.items()}
+        short = {name: titles[1] for name, titles in self._titles.items()}
+        line = self._line(long, "  ", open_ones)
+        if line.cell_len > width:
+            line = self._line(short, " ", open_ones)
+        if line.cell_len > width:
+            # Every key stays; only the open view keeps its title.
+            line = self._line({self._here: short.get(self._here, "")}, " ", open_ones)
+        return [line]
 
-    def _line(self, which: int, open_ones: int, *, with_runs: bool) -> Text:
+    def _line(self, titles: Mapping[str, str], gap: str, open_ones: int) -> Text:
         line = Text(no_wrap=True, end="")
         self._ends.clear()
-        if with_runs:
-            line.append("0 ", self.style("busy")).append("Runs", self.style("dim"))
-            line.append(" " if which else "  ")
-            self._ends[RUNS] = line.cell_len
-        for key, (name, titles) in enumerate(self._titles.items(), 1):
+        for key, name in enumerate((RUNS, *self._titles)):
             is_here = name == self._here
-            line.append(f"{key % 10} ", self.style("here" if is_here else "busy"))
-            line.append(titles[which], self.style("here" if is_here else "dim"))
+            line.append(gap if line else "").append(
+                str(key), self.style("here" if is_here else "busy")
+            )
+            if words := RUNS.capitalize() if name == RUNS else titles.get(name):
+                line.append(f" {words}", self.style("here" if is_here else "dim"))
             if name == "events" and open_ones:
                 line.append(f" ▲{open_ones}", self.style("warn"))
-            line.append(" " if which else "  ")
-            self._ends[name] = line.cell_len
-        line.right_crop(1 if which else 2)
+            self._ends[name] = line.cell_len + len(gap)
         return line

@@ -608,12 +608,11 @@ async def test_the_line_of_views_is_lit_and_can_be_clicked_and_esc_leads_back(
     run = make_run(tmp_path / "run")
     async with cockpit(run, (80, 24), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
         await screen.shows(
-            "1 Home 2 Train 3 Logs 4 Rollouts 5 Bench 6 Machine 7 Align 8 Events 9 Comp"
+            "0 Runs 1 Run 2 Train 3 Logs 4 Rollouts 5 Time 6 Host 7 Align 8 Events 9 Comp"
         )
         line = screen.app.query_one(ViewsLine)
         for view in VIEWS:
-            at = line._ends[view] - 2
-            await screen.pilot.click(ViewsLine, offset=(1 + at, 0))
+            await screen.pilot.click(ViewsLine, offset=(line._ends[view] - 2, 0))
             await screen.until(lambda view=view: screen.app.views.name == view)  # type: ignore[misc]
         await screen.press("1", "2")
         screen.app.query_one(Components).focus()

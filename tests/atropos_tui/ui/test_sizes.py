@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from atropos_common.protocol.control import ComponentStatus, Role, RunStatus, State
+from atropos_common.protocol.record_base import Record
 from atropos_common.protocol.records import DiagnosisRecord, StateRecord
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.monitor.replay import Recording, Replay
 from atropos_tui.ui.dialogs import TextDialog
 from atropos_tui.ui.replay import ReplayApp
 from atropos_tui.ui.views import VIEWS
+from atropos_tui.ui.widgets.bars import ViewsLine
 from atropos_tui.ui.widgets.components import Components
 from tests.atropos_tui.ui.conftest import Screen, cockpit, has_news
 from tests.atropos_tui.ui.fakes import FakeControl
@@ -198,3 +201,18 @@ async def test_every_component_is_in_every_view_or_is_counted(run: RunDir, key: 
         await screen.until(
             lambda: f"Components  {14 + 1 - table.size.height} more: ↑ ↓" in screen.text()
         )
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+async def test_no_view_is_cut_off_the_line_of_views(run: RunDir, columns: int) -> None:
+    found: list[Record] = [
+        DiagnosisRecord(time=T0, component="vllm", title=f"problem {at}") for at in range(12)
+    ]
+    write_records(run.supervisor_jsonl, found, start=1000)
+    status = live_status(run, NOW)
+    async with cockpit(run, (columns, 24), FakeControl(status), now) as screen:
+        await screen.shows("▲12")
+        line = str(screen.app.query_one(ViewsLine).render())
+        assert re.findall(r"\b(\d)\b", line) == list("0123456789")
+        assert len(line) <= columns and "…" not in line
+        assert ("0 Runs 1 Run 2 Train" in line) == (columns == 80)
