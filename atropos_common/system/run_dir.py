@@ -111,6 +111,8 @@ class RunDir:
     logs = _Below("logs")
     bridge = _Below("bridge")
     checkpoints = _Below("checkpoints")
+    exports = _Below("exports")
+    """Pictures, rollouts and reports that the user has written from the screen."""
 
     @classmethod
     def from_env(cls) -> RunDir | None:

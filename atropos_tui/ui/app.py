@@ -19,10 +19,11 @@ from atropos_common.protocol.control import Phase, RunStatus, State
 from atropos_common.protocol.records import CommandRecord, GaugesRecord
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.monitor.charts import SharedLens
-from atropos_tui.monitor.format import clock, one_line
+from atropos_tui.monitor.format import clock, counted, one_line
 from atropos_tui.monitor.glossary import MARKS, WORDS
 from atropos_tui.monitor.log_buffer import LogFeed
 from atropos_tui.monitor.overlay import Comparison
+from atropos_tui.monitor.rollout_export import json_line
 from atropos_tui.monitor.run.run_files import RunInfo, status_from_files
 from atropos_tui.monitor.run.state import RunState
 from atropos_tui.monitor.run_list import other_runs
@@ -31,6 +32,7 @@ from atropos_tui.supervisor.client import ControlClient
 from atropos_tui.ui import user_files
 from atropos_tui.ui.commands import CommandApp, Outcome, explained, palette
 from atropos_tui.ui.dialogs import ChooseCurvesDialog, ChooseRunsDialog, HelpDialog, TextDialog
+from atropos_tui.ui.exports import write_new
 from atropos_tui.ui.feed import (
     Control,
     Feed,
@@ -44,8 +46,8 @@ from atropos_tui.ui.terminal import (
     Bell,
     edit,
     keep_history_out_of_collections,
+    own_fonts,
     run_app,
-    save_screenshot,
     with_theme,
 )
 from atropos_tui.ui.views import (
@@ -435,14 +437,27 @@ class CockpitApp(CommandApp):
             self.refuse(problem, f"open the file elsewhere: {path}", "open")
 
     def action_picture(self) -> None:
+        svg = self.export_screenshot(title=f"atropos-tui · {self.info.name}")
+        self.run_worker(self._write("picture", "", ".svg", lambda: own_fonts(svg)), group="files")
+
+    def on_rollouts_exported(self, message: Rollouts.Exported) -> None:
+        records = message.records
+
+        def text() -> str:
+            return "".join(f"{json_line(record)}\n" for record in records)
+
+        what = counted(len(records), "rollout")
+        self.run_worker(self._write(what, "rollouts", ".jsonl", text), group="files")
+
+    async def _write(self, what: str, part: str, suffix: str, text: Callable[[], str]) -> None:
+        def write() -> Path:
+            return write_new(self.feed.run.root, self.info.name, part, suffix, text())
+
         try:
-            svg = self.export_screenshot(title=f"atropos-tui · {self.info.name}")
-            path = save_screenshot(svg, self.info.name, Path())
+            self.report_file(what, await asyncio.to_thread(write))
         except OSError as error:
-            reason = f"cannot save the picture: {error.strerror}"
-            self.refuse(reason, "start the screen in a writable directory", "picture")
-        else:
-            self.notify(f"saved {path.resolve()}", markup=False)
+            fix = "start the screen in a folder that you may write"
+            self.refuse(f"cannot write the {what}: {error.strerror}", fix)
 
     def action_help(self) -> None:
         keys = explained(self, visible(self.screen))

@@ -27,6 +27,8 @@ from atropos_tui.ui.own_commands import (
 )
 from atropos_tui.ui.theme import LIGHT, THEME, theme_colours
 
+FILE_S = 12.0  # seconds to read the path of a new file
+
 
 class OnlyPlainText(LineFilter):
     """Removes control characters from every line that a widget draws."""
@@ -84,6 +86,10 @@ class BaseApp(App[ReturnType], Generic[ReturnType]):
         # A held key would otherwise fill the screen with the same toast.
         if all((note.title, note.message) != (heading, words) for note in self._notifications):
             self.notify(words, title=heading, severity="warning", timeout=8, markup=False)
+
+    def report_file(self, what: str, path: Path) -> None:
+        """Show where a file of the user was written."""
+        self.notify(str(path), title=f"{what} written", timeout=FILE_S, markup=False)
 
     # The user's keys and commands.
 

@@ -247,19 +247,3 @@ def own_fonts(svg: str) -> str:
     # Rich's SVG export loads its fonts from a web server.
     svg = re.sub(r"@font-face\s*{[^}]*}", "", svg)
     return re.sub(r"font-family:\s*[^;]+;", f"font-family: {FONTS};", svg)
-
-
-def save_screenshot(svg: str, name: str, folder: Path) -> Path:
-    """Write the picture to a new file in `folder`.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name) or "run"
-    stem = f"atropos-{safe}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path, number = folder / f"{stem}.svg", 1
-    while path.exists():
-        number += 1
-        path = folder / f"{stem}_{number}.svg"
-    path.write_text(own_fonts(svg), encoding="utf-8", errors="replace")
-    return path

@@ -31,6 +31,7 @@ from atropos_tui.ui import user_files
 from atropos_tui.ui.base import BaseApp
 from atropos_tui.ui.commands import explained, palette
 from atropos_tui.ui.dialogs import HelpDialog
+from atropos_tui.ui.exports import new_file
 from atropos_tui.ui.feed import NO_ANSWER
 from atropos_tui.ui.home.comparison import CompareScreen
 from atropos_tui.ui.home.details import RunDetails, differences
@@ -276,9 +277,14 @@ class HomeApp(BaseApp[Choice]):
 
     async def _report(self, rows: Sequence[RunRow]) -> None:
         # A process of its own: drawing takes seconds, and its libraries a hundred megabytes.
-        name = f"{rows[0].dir.name}-report.html" if len(rows) == 1 else "runs-report.html"
+        first, what = rows[0], "report" if len(rows) == 1 else f"report-of-{len(rows)}-runs"
+        try:
+            path = await asyncio.to_thread(new_file, first.dir, first.run, what, ".html")
+        except OSError as error:
+            self.refuse(f"cannot write the report: {error.strerror}", str(first.dir), "report")
+            return
         self.notify("writing the report …", timeout=3)
-        words = ("-m", "atropos_tui", "report", *(str(row.dir) for row in rows), "-o", name)
+        words = ("-m", "atropos_tui", "report", *(str(row.dir) for row in rows), "-o", str(path))
         child = await asyncio.create_subprocess_exec(
             sys.executable,
             *words,
@@ -288,12 +294,12 @@ class HomeApp(BaseApp[Choice]):
         )
         _, said = await child.communicate()
         if child.returncode:
+            path.unlink(missing_ok=True)
             self.refuse(one_line(said.decode(errors="replace")), "", "report")
             return
-        path = Path(name).resolve()
         if sys.platform == "darwin" or {"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ):
             self.open_url(path.as_uri())
-        self.notify(f"open it in a browser: {path}", title="report", timeout=12, markup=False)
+        self.report_file("report for a browser", path)
 
 
 def _place(items: Sequence[RunRow], path: Path) -> int | None:

@@ -3,22 +3,17 @@ untrusted."""
 
 from __future__ import annotations
 
-import asyncio
-import re
-import time
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import ClassVar
 
 from rich.text import Text
 from textual.binding import BindingType
+from textual.message import Message
 
 from atropos_common.protocol.trainer_records import RolloutRecord
-from atropos_common.system.files import write_private
 from atropos_tui.monitor.format import counted, cut, number, one_line
 from atropos_tui.monitor.patterns import Pattern
-from atropos_tui.monitor.rollout_export import json_line
 from atropos_tui.monitor.rollout_groups import (
     ONLY,
     ORDERS,
@@ -98,6 +93,12 @@ class Rollouts(Listing[RolloutRow]):
 
     Pointed = Pointed
 
+    @dataclass
+    class Exported(Message):
+        """The user asks for a file of the listed rollouts."""
+
+        records: list[RolloutRecord]
+
     def __init__(self) -> None:
         super().__init__(id="rollouts")
         self._all: list[RolloutRecord] = []
@@ -108,7 +109,6 @@ class Rollouts(Listing[RolloutRow]):
         self._order: Order = "newest"
         self._step: int | None = None  # the only step that is shown
         self._look = Look()
-        self._run = ""
         self._shared = 0  # characters that all questions begin with; not shown
         self._spread = 0  # width in cells of a group's rewards
 
@@ -124,7 +124,7 @@ class Rollouts(Listing[RolloutRow]):
             not self._all or view.state.rollouts[-1] is self._all[-1]
         ):
             return
-        self._all, self._run = list(view.state.rollouts), view.info.name
+        self._all = list(view.state.rollouts)
         self._fill()
 
     def search(self, pattern: Pattern | None) -> str:
@@ -214,23 +214,7 @@ class Rollouts(Listing[RolloutRow]):
             detail.page(by)
 
     def action_export(self) -> None:
-        records = [item.rollout for item in self.items]
-        self.app.run_worker(self._export(records), group="export")
-
-    async def _export(self, records: list[RolloutRecord]) -> None:
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", self._run) or "run"
-        path = Path(f"atropos-{name}-rollouts-{time.strftime('%Y%m%d-%H%M%S')}.jsonl").resolve()
-
-        def write() -> None:
-            write_private(path, "".join(f"{json_line(record)}\n" for record in records))
-
-        try:
-            await asyncio.to_thread(write)
-        except OSError as error:
-            words = f"cannot write {path}: {error.strerror}"
-            self.app.notify(words, severity="error", markup=False)
-        else:
-            self.app.notify(f"{counted(len(records), 'rollout')}: {path}", markup=False)
+        self.post_message(self.Exported([item.rollout for item in self.items]))
 
     def action_copy(self) -> None:
         if self.current:

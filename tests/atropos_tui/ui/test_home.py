@@ -208,6 +208,15 @@ async def test_a_note_is_written_in_the_list(folder: Folder) -> None:
     assert (notes.text, notes.tags) == ("ok", ("a",))
 
 
+async def test_a_report_goes_into_the_run_and_says_where(folder: Folder) -> None:
+    alpha = RunDir(folder.root / "alpha")
+    async with home(folder) as screen:
+        await screen.press("o")
+        await screen.until(lambda: "-report-" in screen.toasts())
+    (page,) = alpha.exports.glob("atropos-alpha-report-*.html")
+    assert str(page) in screen.toasts() and "<html" in page.read_text()
+
+
 async def test_live_rows_update_and_ended_ones_are_read_once(folder: Folder) -> None:
     folder.live.add("alpha")
     (folder.root / "alpha" / "result.json").unlink()

@@ -346,23 +346,6 @@ async def test_another_run_stands_beside_with_ratios(tmp_path: Path) -> None:
         assert screen.app.comparison.first is None
 
 
-async def test_a_picture_is_saved_and_fetches_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make_run(tmp_path / "run")
-    monkeypatch.chdir(tmp_path)
-    async with cockpit(run, (100, 30), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
-        await screen.shows("step 37/60")
-        await screen.press("p")
-        await screen.until(lambda: any("saved" in toast for toast in screen.toasts()))
-    (picture,) = tmp_path.glob("atropos-demo-*.svg")
-    svg = picture.read_text()
-    assert "http" not in svg.replace("http://www.w3.org", "").replace(
-        "https://www.textualize.io", ""
-    )
-    assert "37/60" in svg
-
-
 async def test_themes_are_offered(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     async with cockpit(run, (100, 30), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:

@@ -1,19 +1,16 @@
-"""`run_cockpit` in a real terminal: keys, signals, the terminal afterwards; and pictures of the
-screen."""
+"""`run_cockpit` in a real terminal: keys, signals, the terminal afterwards."""
 
 from __future__ import annotations
 
 import re
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from atropos_tui.ui.terminal import CLOSE_TIMEOUT_S
-from atropos_tui.ui.terminal import save_screenshot as save
 from tests.support.run_maker import make_run
 from tests.support.terminal import ALTERNATE_OFF, ALTERNATE_ON, Terminal
 
@@ -154,19 +151,3 @@ def test_no_color_writes_no_colour(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert all(max(colour) - min(colour) <= 2 for colour in colours), "only greys"
     finally:
         started.close()
-
-
-def test_pictures_of_one_second_keep_the_name_of_their_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(time, "strftime", lambda _: "20260101-000000")
-    names = [save("<svg/>", "my_run", tmp_path).name for _ in range(3)]
-    stem = "atropos-my_run-20260101-000000"
-    assert names == [f"{stem}.svg", f"{stem}_2.svg", f"{stem}_3.svg"]
-
-
-def test_half_a_surrogate_pair_does_not_keep_a_picture_from_being_written(tmp_path: Path) -> None:
-    assert (
-        save("<svg>größe \ud800</svg>", "\ud800", tmp_path).read_text(encoding="utf-8")
-        == "<svg>größe ?</svg>"
-    )

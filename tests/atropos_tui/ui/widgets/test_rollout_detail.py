@@ -131,8 +131,8 @@ async def test_the_listed_rollouts_are_exported_as_jsonl(  # type: ignore[no-unt
         await screen.until(lambda: len(listing.items) > 8)
         listing.go_to(39)
         await screen.press("o", "S", "e")
-        await screen.until(lambda: list(tmp_path.glob("atropos-*-rollouts-*.jsonl")))
-        (path,) = tmp_path.glob("atropos-*-rollouts-*.jsonl")
+        await screen.until(lambda: any("4 rollouts written" in words for words in screen.toasts()))
+        (path,) = run.exports.glob("atropos-*-rollouts-*.jsonl")
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         assert [row["reward"] for row in rows] == [0.0, 0.25, 0.5, 1.0]
         assert [message["role"] for message in rows[0]["messages"]][:4] == [
