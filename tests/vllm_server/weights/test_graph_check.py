@@ -154,3 +154,19 @@ async def test_every_layer_that_follows_is_fine_and_the_one_that_does_not_is_nam
     assert server.resets == 1, "no key or value of a changed weight stays"
     server.model.stale = True
     assert await stale_kinds(server, server) == ["layers.1.norm.weight"]  # type: ignore[arg-type]
+
+
+async def test_a_certain_token_that_hides_a_change_is_no_proof_of_a_copy() -> None:
+    """Seen with a tiny Qwen3: the norm of its keys did not move the first prompt's token."""
+
+    prompts = set()
+
+    class Certain(Server):
+        async def first_token(self, body: Any) -> tuple[int, float]:
+            prompts.add(tuple(body.prompt.prompt_token_ids))
+            moved = await super().first_token(body)
+            return moved if len(prompts) == 3 else (1, 0.0)
+
+    server = Certain(Model())
+    assert await stale_kinds(server, server) == []  # type: ignore[arg-type]
+    assert len(prompts) == 3, "no prompt more than it takes"
