@@ -79,10 +79,10 @@ ENGINE_STAGES = [
         usually="vLLM compiles the model (minutes the first time) and measures its memory",
     ),
     Stage(
-        name="its CUDA graphs",
+        name="its warm-up",
         pattern=r"Graph capturing finished|init engine \(",
-        usually="vLLM captures one graph for each batch size; [vllm.args] enforce-eager = true "
-        "skips them, but decodes slower",
+        usually="vLLM computes once at each batch size, on a GPU for a CUDA graph; [vllm.args] "
+        "enforce-eager = true skips the graphs, but decodes slower",
     ),
     Stage(
         name=stages.READY,
