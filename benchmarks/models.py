@@ -310,7 +310,7 @@ def measure(
             adapters, shared = mode.startswith("lora"), mode == "shared_vllm"
             release = installed()
             if refused := why_refused(config, frozen=adapters, shared=shared) or (
-                release and why_not_served(release, config, longest=256, adapters=adapters)
+                release and why_not_served(release, config)
             ):
                 found = {
                     "result": "refused",

@@ -131,9 +131,6 @@ def _check_arguments(argv: list[str]) -> None:
     parser.add_argument("--nnodes", "-n", default="1")
     parser.add_argument("--master-addr", default="127.0.0.1")
     parser.add_argument("--master-port", default="29501")
-    parser.add_argument("--max-model-len", default="")
-    parser.add_argument("--enable-lora", action="store_true")
-    parser.add_argument("--lora-target-modules", nargs="+")
     known, _ = parser.parse_known_args(argv)
     model = known.model or (argv[0] if argv and not argv[0].startswith("-") else None)
     if model is None and known.config is None:
@@ -141,8 +138,7 @@ def _check_arguments(argv: list[str]) -> None:
         raise ConfigError(f"--model is missing: {fix}")
     if model is not None:
         check_model(model)
-        longest = int(known.max_model_len) if known.max_model_len.isdecimal() else None
-        check_release(model, longest, adapters=known.enable_lora and not known.lora_target_modules)
+        check_release(model)
     if known.headless:
         return  # workers of an engine whose API server is on another machine
     if known.nnodes != "1" and known.master_port.isdecimal():
@@ -170,12 +166,8 @@ def check_model(model: str) -> None:
         raise ConfigError(f"--model {model}: no such directory")
 
 
-def check_release(model: str, longest: int | None, *, adapters: bool) -> None:
+def check_release(model: str) -> None:
     """Check that the installed vLLM computes a local model as the trainer does.
-
-    Args:
-        longest: tokens of the longest sequence; None: the model's own limit.
-        adapters: LoRA adapters may go on every layer.
 
     Raises:
         ConfigError: it does not, with the way out.
@@ -188,10 +180,8 @@ def check_release(model: str, longest: int | None, *, adapters: bool) -> None:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
         return  # vLLM's own message is better
-    if isinstance(config, dict):
-        why_not = engine_release.why_not_served
-        if refused := why_not(release, config, longest=longest, adapters=adapters):
-            raise ConfigError(f"--model {model}: {'; '.join(refused)}")
+    if isinstance(config, dict) and (refused := engine_release.why_not_served(release, config)):
+        raise ConfigError(f"--model {model}: {'; '.join(refused)}")
 
 
 def check_port(host: str, port: int, flag: str = "--port") -> None:

@@ -46,6 +46,8 @@ PLACES: dict[str, tuple[str, ...]] = {
     "FlexibleArgumentParser": ("vllm.utils.argparse_utils",),
     "EngineDeadError": ("vllm.v1.engine.exceptions",),
     "RetryableRequestError": ("vllm.exceptions",),
+    "VLLMClientError": ("vllm.exceptions",),
+    "configure_logging_from_args": ("vllm.logger",),
 }
 
 # Seconds that open connections get at shutdown, after requests in flight have ended.
@@ -139,19 +141,7 @@ def vllm_version() -> str:
 
 def request_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions that vLLM raises for a request it cannot serve."""
-    from vllm import exceptions
-
-    # Later releases do not derive them from ValueError.
-    client_error = getattr(exceptions, "VLLMClientError", ValueError)
-    return (ValueError, TypeError, OverflowError, client_error)
-
-
-def configure_vllm_logging(args: Namespace) -> None:
-    from vllm import logger
-
-    configure = getattr(logger, "configure_logging_from_args", None)
-    if configure is not None:
-        configure(args)
+    return (ValueError, TypeError, OverflowError, _find("VLLMClientError"))
 
 
 class EngineStartError(RuntimeError):

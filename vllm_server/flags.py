@@ -61,7 +61,7 @@ def parse_arguments(argv: list[str]) -> Namespace:
     args = parser.parse_args(argv)
     if getattr(args, "model_tag", None):
         args.model = args.model_tag
-    compat.configure_vllm_logging(args)
+    compat.configure_logging_from_args(args)
     try:
         compat.validate_parsed_serve_args(args)
     except (ValueError, TypeError) as error:

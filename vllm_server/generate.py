@@ -326,7 +326,7 @@ class Generator:
         if body.allowed_token_ids == []:
             fix = "leave it out, or name at least one token"
             raise RequestError(f"allowed_token_ids: it is empty; {fix}")
-        # vLLM checks some of these only since 0.29.
+        # vLLM's own check of some of these comes later, in the engine.
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self._require_known(name, options[name] or [])
 

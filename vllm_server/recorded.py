@@ -252,7 +252,7 @@ class RoutingRecorder:
         if not prompt or not token_ids:
             return
         if self._ask is None:
-            experts = _of_output(output, completion, len(prompt))
+            experts = completion.routed_experts
         else:
             experts = await self._ask([*prompt, *token_ids])
         if experts is not None and len(experts) >= needed and experts.ndim == 3:
@@ -284,15 +284,6 @@ class KeptRequest:
             if ended and completion.index not in self._done:
                 self._done.add(completion.index)
                 await self._recorder.keep(output, completion, ids)
-
-
-def _of_output(output: Any, completion: Any, prompt: int) -> NDArray[Any] | None:
-    # For prompt and completion together, or in some releases apart.
-    found = getattr(completion, "routed_experts", None)
-    before = getattr(output, "prompt_routed_experts", None)
-    if found is None or before is None:
-        return None if found is None else np.asarray(found)
-    return np.concatenate([np.asarray(before)[:prompt], np.asarray(found)])
 
 
 def until_accepted(

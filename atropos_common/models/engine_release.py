@@ -1,7 +1,6 @@
 """The installed vLLM release, and the models that it computes wrongly. Torch-free.
 
-The faults were found by comparing logprobs with transformers'. Each names the release that fixed
-it.
+The faults were found by comparing logprobs with transformers'.
 """
 
 from __future__ import annotations
@@ -17,25 +16,11 @@ SUPPORTED = ("0.32", "0.33")
 """Oldest and newest supported release, with their patch releases. The range stands only here."""
 SUPPORTED_TEXT = f"supported: {' to '.join(SUPPORTED)}"
 
-COHERE_FIXED = Version("0.29")
-"""First release with correct adapters for Cohere and correct windows for Cohere 2."""
-
-# First CPU release that was not tested with LFM2; logprobs of 0.32 are about one nat off.
-UNTRIED_WITH_LFM2 = Version("0.33")
-
 
 @dataclass(frozen=True)
 class EngineRelease:
     version: str
     cpu: bool
-
-    def is_before(self, release: Version) -> bool:
-        """Return True for an older release; False for a build from source, whose age is unknown."""
-        try:
-            version = Version(self.version)
-        except InvalidVersion:
-            return False
-        return version < release and not version.is_devrelease
 
 
 def why_not_supported(release: EngineRelease) -> str | None:
@@ -67,38 +52,11 @@ def installed() -> EngineRelease | None:
     return None
 
 
-def why_not_served(
-    release: EngineRelease, config: Mapping[str, Any], *, longest: int | None, adapters: bool
-) -> tuple[str, str] | None:
-    """Reason and fix if this release computes a model wrongly.
-
-    Args:
-        longest: tokens of the longest sequence; None: the model's limit.
-        adapters: the server has LoRA adapters.
-    """
-    kind = str(config.get("model_type") or "")
-    if kind == "lfm2" and release.cpu and release.is_before(UNTRIED_WITH_LFM2):
+def why_not_served(release: EngineRelease, config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Reason and fix if this release computes a model wrongly."""
+    if release.cpu and config.get("model_type") == "lfm2":
         return (
             f"vLLM {release.version} for CPUs is about a nat off in this architecture (lfm2)",
             "serve it on a GPU",
-        )
-    # Covers `cohere` and `cohere2`.
-    if not kind.startswith("cohere") or not release.is_before(COHERE_FIXED):
-        return None
-    newer = f"install vLLM {COHERE_FIXED} or later"
-    if adapters and kind in ("cohere", "cohere2"):
-        return (
-            f"vLLM {release.version} ends with an AttributeError when it serves adapters of "
-            f"this architecture ({kind})",
-            f"{newer}, or train all weights: mode = broadcast, shared_vllm or none",
-        )
-    window = config.get("sliding_window")
-    # Without a limit the server accepts the model's own longest sequences.
-    longest = longest or config.get("max_position_embeddings")
-    if kind == "cohere2" and window and (longest is None or longest > window):
-        return (
-            f"vLLM {release.version} reads one token fewer than Cohere 2's windows were trained "
-            f"with, in each sequence of more than {window} tokens",
-            f"{newer}, or set max_model_len = {window}",
         )
     return None

@@ -360,7 +360,8 @@ CAUSE_FIXES = {
     STALE_PREFIX: (
         "the engine reuses keys and values of older weights: atropos-tui restart {engine}. "
         "If it happens again, set "
-        "enable-prefix-caching = false under [vllm.args] until the cause is found"
+        "enable-prefix-caching = false under [vllm.args] until the cause is found (on a GPU "
+        "trainer.routing_replay needs that cache: leave it out as well)"
     ),
     TEMPERATURE: (
         "let the environment send its sampling temperature (generation_params or "

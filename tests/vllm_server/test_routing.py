@@ -143,22 +143,19 @@ def test_every_completion_of_a_request_is_kept(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "completion", "kept"),
+    ("completion", "kept"),
     [
-        (None, _experts(4), _experts(4)),
-        (None, _experts(5), _experts(5)[:4]),
-        (_experts(3), _experts(1), np.concatenate([_experts(3), _experts(1)])),
-        (_experts(3), _experts(2), np.concatenate([_experts(3), _experts(2)])[:4]),
-        (None, _experts(1), None),
-        (None, None, None),
+        (_experts(4), _experts(4)),
+        (_experts(5), _experts(5)[:4]),
+        (_experts(1), None),
+        (None, None),
     ],
 )
-def test_the_forms_of_vllm_s_versions(prompt: Any, completion: Any, kept: Any, caplog: Any) -> None:
-    """Prompt and completion together or apart, with the last token or without; what covers less is
-    not kept."""
+def test_experts_of_fewer_tokens_are_not_kept(completion: Any, kept: Any) -> None:
+    """Prompt and completion together, with the last token or without."""
     store = RoutingStore()
     done = _completion(0, [1, 2], "stop", routed_experts=completion)
-    output = SimpleNamespace(outputs=[done], prompt_token_ids=PROMPT, prompt_routed_experts=prompt)
+    output = SimpleNamespace(outputs=[done], prompt_token_ids=PROMPT)
     recorder = RoutingRecorder(store, None)
     asyncio.run(KeptRequest(recorder, deltas=False).see(output))
     assert _found(store, [1, 2]) == (None if kept is None else kept.tolist())

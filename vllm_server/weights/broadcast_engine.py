@@ -129,12 +129,6 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         if link is not None:
             link.close()
 
-    @staticmethod
-    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """vLLM's trainer side before 0.28; ours is `trainer_core.weight_sync.broadcast`."""
-        flags = "--weight-bridge-mode shared_vllm --use-shared-memory"
-        raise NotImplementedError(f"the trainer sends by itself: {flags}")
-
     # Returns None if copies alone do not reproduce the load.
     def _load(self, link: collectives.Link) -> list[Copies] | None:
         recorder = CopyRecorder(self.model)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
+from vllm.utils.nccl import unpinned_nccl_env
 
 from atropos_common.broadcast.group import (
     Gloo,
@@ -97,9 +96,8 @@ class NcclLink(Link):
         self, lifeline: Lifeline, rank: int, init: TransferInit, device: torch.device
     ) -> None:
         self._lifeline = lifeline
-        # Later releases change NCCL's environment for vLLM's own groups; the trainer uses the
-        # launch's.
-        with _as_launched():
+        # vLLM changes NCCL's environment for its own groups; the trainer uses the launch's.
+        with unpinned_nccl_env():
             self._nccl = Nccl(init.nccl_id, rank, init.world_size, device)
         self._stream = torch.cuda.Stream(device)
         self._filled = torch.cuda.Event()
@@ -124,12 +122,3 @@ class NcclLink(Link):
 
     def close(self) -> None:
         self._nccl.close()
-
-
-def _as_launched() -> contextlib.AbstractContextManager[None]:
-    try:
-        from vllm.utils.nccl import unpinned_nccl_env
-    except ImportError:
-        return contextlib.nullcontext()
-    as_launched: contextlib.AbstractContextManager[None] = unpinned_nccl_env()
-    return as_launched

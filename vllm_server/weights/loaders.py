@@ -370,7 +370,7 @@ class PlainLayers:
             # width].
             if weight is not None and weight.ndim < 3:
                 self._weights.append((module, "weight", weight))
-                # vLLM's own switch (0.28 and later) against repacking.
+                # vLLM's own switch against repacking.
                 module._cpu_skip_gemm_dispatch = True  # type: ignore[assignment]
             own = module._parameters
             if all(name in own for name in EXPERTS) and "w13_bias" not in own:

@@ -110,7 +110,7 @@ def check_profile(site: Site) -> list[Problem]:
         problems += [
             found
             for index, engine in fed_sections(profile).items()
-            for found in _routing(index, engine)
+            for found in _routing(index, engine, on_gpu=settings.device != "cpu")
         ]
     if site.traits.lora:
         for index, engine in fed_sections(profile).items():
@@ -719,7 +719,7 @@ def _lengths(profile: Profile, settings: TrainingConfig) -> Iterator[Problem]:
             )
 
 
-def _routing(index: int, engine: EngineSection) -> Iterator[Problem]:
+def _routing(index: int, engine: EngineSection, *, on_gpu: bool) -> Iterator[Problem]:
     if engine.flag(ROUTING_FLAG) is False:
         reason = "trainer.routing_replay needs this engine's expert choices"
         yield Problem(
@@ -732,6 +732,17 @@ def _routing(index: int, engine: EngineSection) -> Iterator[Problem]:
         )
         key = _flag_key(index, engine, "pipeline-parallel-size")
         yield Problem(reason, "use tensor_parallel, or leave trainer.routing_replay out", key=key)
+    # On a GPU vLLM itself keeps the experts, beside the blocks of its prefix cache.
+    off = engine.flag("enable-prefix-caching") is False or engine.flag("no-enable-prefix-caching")
+    if on_gpu and off:
+        name = "enable-prefix-caching"
+        given = name if engine.flag(name) is not None else f"no-{name}"
+        yield Problem(
+            "vLLM records experts only with its prefix cache, and trainer.routing_replay needs "
+            "them",
+            "remove it, or leave trainer.routing_replay out",
+            key=_flag_key(index, engine, given),
+        )
 
 
 def _adapters(index: int, engine: EngineSection, settings: TrainingConfig) -> Iterator[Problem]:

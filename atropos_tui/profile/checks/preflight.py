@@ -55,7 +55,6 @@ from atropos_tui.profile.sections import EngineSection
 from atropos_tui.profile.site import (
     Site,
     engine_model,
-    fed_sections,
     node_of,
     trainer_gpus,
     trainer_ranks,
@@ -383,13 +382,12 @@ def _models(site: Site) -> Iterator[Problem]:
 
 
 def _model_fits(site: Site, settings: TrainingConfig, inventory: Inventory) -> Iterator[Problem]:
-    first, fed = inventory.models[site.profile.vllm[0].name], fed_sections(site.profile)
+    first = inventory.models[site.profile.vllm[0].name]
     for index, engine in enumerate(site.profile.vllm):
         if isinstance(model := inventory.models[engine.name], Model):
             yield from _engine_fits(engine, model, index)
-            if refused := _not_served(
-                site, engine, model, adapters=index in fed and site.traits.lora
-            ):
+            release = None if site.profile.is_spread else installed()
+            if release and (refused := why_not_served(release, model.config)):
                 yield Problem(*refused, key=f"vllm.{index}.model" if engine.model else "model")
     if not isinstance(first, Model):
         return
@@ -417,15 +415,6 @@ def _model_fits(site: Site, settings: TrainingConfig, inventory: Inventory) -> I
             f"name layers up to {first.dimensions.layers - 1}",
             key="trainer.train_layer_indices",
         )
-
-
-def _not_served(
-    site: Site, engine: EngineSection, model: Model, *, adapters: bool
-) -> tuple[str, str] | None:
-    if site.profile.is_spread or (release := installed()) is None:
-        return None
-    adapters = adapters and engine.flag("lora-target-modules") is None
-    return why_not_served(release, model.config, longest=engine.max_model_len, adapters=adapters)
 
 
 def _engine_fits(engine: EngineSection, model: Model, index: int) -> Iterator[Problem]:

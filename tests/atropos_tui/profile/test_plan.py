@@ -635,6 +635,18 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
             "tensor_parallel",
         ),
         (
+            REPLAY | {"vllm": {"args": {"enable_prefix_caching": False}}},
+            "vllm.0.args.enable_prefix_caching",
+            "only with its prefix cache",
+            "routing_replay",
+        ),
+        (
+            REPLAY | {"vllm": {"args": {"no-enable-prefix-caching": True}}},
+            "vllm.0.args.no-enable-prefix-caching",
+            "only with its prefix cache",
+            "routing_replay",
+        ),
+        (
             ONE_COPY | {"vllm": {"tensor_parallel": 2}},
             "vllm.0.tensor_parallel",
             "whole model on one GPU",
