@@ -282,7 +282,8 @@ class TrainingConfig(BaseModel):
     there."""
     vllm_urls: Words | None = None
     """Inference servers that get the weights, if several (broadcast) or on another machine;
-    default: the one at vllm_port."""
+    default: the one at vllm_port. In shared_vllm: servers on other GPUs, which get each version by
+    broadcast."""
     vllm_config_path: str | None = None
     """Path of the server's vllm_bridge_config.json; default: from VLLM_BRIDGE_CONFIG_PATH, LOGDIR
     or the run directory."""
@@ -493,11 +494,16 @@ class TrainingConfig(BaseModel):
         return self.mode == "shared_vllm" or self.single_copy
 
     @property
+    def sends_weights(self) -> bool:
+        """The trainer broadcasts: to all servers, or in single copy to those after the first."""
+        return self.mode == "broadcast" or (self.mode == "shared_vllm" and bool(self.vllm_urls))
+
+    @property
     def engine_urls(self) -> list[str]:
-        return [
-            url.rstrip("/")
-            for url in self.vllm_urls or [f"http://{self.vllm_host}:{self.vllm_port}"]
-        ]
+        """Servers that get the weights; in single copy first the one that shares memory."""
+        own = [f"http://{self.vllm_host}:{self.vllm_port}"]
+        urls = own + (self.vllm_urls or []) if self.shares_memory else self.vllm_urls or own
+        return [url.rstrip("/") for url in urls]
 
     @property
     def sequences_per_step(self) -> int:
@@ -554,7 +560,7 @@ def _mode_contradictions(config: TrainingConfig) -> Iterator[str]:
     mode = config.weight_bridge_mode
     if config.single_copy and config.use_shared_memory:
         yield "--single-copy and --use-shared-memory exclude each other: one copy, or a second one"
-    if config.overlap_publish and config.mode != "broadcast":
+    if config.overlap_publish and not config.sends_weights:
         yield "--overlap-publish is for a broadcast (--use-shared-memory): leave it out"
     if config.use_shared_memory and mode != "shared_vllm":
         yield f"--use-shared-memory needs --weight-bridge-mode shared_vllm, not {mode}"
@@ -568,8 +574,8 @@ def _mode_contradictions(config: TrainingConfig) -> Iterator[str]:
         )
     if mode == "lora_restart" and config.vllm_urls:
         yield "--vllm-urls does nothing for lora_restart, which restarts the server at --vllm-port"
-    if config.shares_memory and config.vllm_urls:
-        yield "--vllm-urls does nothing in single copy: the manifest names the server"
+    if config.single_copy and config.trains_adapters and config.vllm_urls:
+        yield "--vllm-urls does nothing with adapters in single copy: the manifest names the server"
     if config.trains_adapters and config.in_flight in ("wait", "recompute"):
         yield (
             f"--in-flight {config.in_flight} does nothing with adapters, which are swapped "

@@ -26,6 +26,9 @@ TransferBackend = Literal["nccl", "gloo"]
 
 ALIGNMENT = 256
 """As an allocator aligns each tensor."""
+# Long enough for the link's full speed, short enough to unpack while the next one arrives.
+CHUNK_BYTES = 256 << 20
+"""Bytes of one chunk."""
 SLOTS = 2
 """One buffer fills while the other is emptied."""
 

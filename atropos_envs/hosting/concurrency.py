@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import aiohttp
@@ -59,7 +59,7 @@ engine full: its slots are used. cache full: its KV cache is. queue slots: the l
 
 @dataclass
 class Concurrency:
-    """Number of sequences that one environment keeps in flight."""
+    """Number of sequences that one environment keeps in flight at one engine."""
 
     first: int
     ahead: int
@@ -92,7 +92,6 @@ class Concurrency:
         """Move the target.
 
         Args:
-            load: sum over the engines.
             own: this environment's sequences in flight.
         """
         if load.knee is not None:
@@ -140,6 +139,64 @@ class Concurrency:
         self.target, self._moved_at = target, now
 
 
+# The bound of the whole is the first of these at any engine.
+_FIRST_BOUND: tuple[Phase, ...] = (
+    "cache full",
+    "engine full",
+    "queue slots",
+    "rising",
+    "knee",
+    "fixed",
+)
+
+
+class Targets:
+    """Number of sequences that one environment keeps in flight at each of its engines."""
+
+    # Engines differ: one that shares its GPU with the trainer has a smaller KV cache, and its
+    # completions take longer.
+    def __init__(self, whole: Concurrency, roots: Sequence[str]) -> None:
+        """Begin with an equal part of `whole` at each engine."""
+        first = max(1, round(whole.first / max(1, len(roots))))
+        self.ahead, self.share = whole.ahead, whole.share
+        self.each = {root: replace(whole, first=first) for root in roots}
+        self._present = set(roots)
+
+    @property
+    def target(self) -> float:
+        """Sum over the engines that answer."""
+        return sum(self.each[root].target for root in self._present)
+
+    @property
+    def knee(self) -> float | None:
+        """Sum of the engines' knees; None while one is unknown."""
+        known = [one.knee for one in self._of_present() if one.knee is not None]
+        return sum(known) if known and len(known) == len(self._present) else None
+
+    @property
+    def phase(self) -> Phase:
+        phases = {one.phase for one in self._of_present()}
+        return next((phase for phase in _FIRST_BOUND if phase in phases), "rising")
+
+    def _of_present(self) -> list[Concurrency]:
+        return [self.each[root] for root in self._present]
+
+    def look(self, loads: Mapping[str, EngineLoad], own: Mapping[str, float], now: float) -> None:
+        """Move the target of each engine that answers.
+
+        Args:
+            own: this environment's sequences in flight at each engine.
+        """
+        self._present = set(loads)
+        for root, load in loads.items():
+            self.each[root].look(load, own[root], now)
+
+    def without_load(self, batch: int) -> None:
+        """Keep two batches in flight: the engines report no load."""
+        for one in self.each.values():
+            one.without_load(math.ceil(batch / len(self.each)))
+
+
 class GroupMeter:
     """Mean number of sequences in flight of an unfinished group."""
 
@@ -180,29 +237,18 @@ def from_environment(variables: Mapping[str, str], batch: int) -> Concurrency | 
 
 
 class LoadReader:
-    """Reader of the summed load of several engines."""
+    """Reader of the load of several engines."""
 
     def __init__(self, urls: Sequence[str], http: Callable[[], aiohttp.ClientSession]) -> None:
-        self._roots = [root_of(url) for url in urls]
+        self.roots = [root_of(url) for url in urls]
         self._http = http
         self.has_no_route = False
         """An engine answered that it reports no load."""
 
-    async def read(self) -> EngineLoad | None:
-        """Return None if an engine does not answer or lacks the route."""
-        each = [await self._one(root) for root in self._roots]
-        known = [load for load in each if load is not None]
-        if not known or len(known) < len(each):
-            return None
-        knees = [load.knee for load in known]
-        return EngineLoad(
-            running=sum(load.running for load in known),
-            waiting=sum(load.waiting for load in known),
-            kv_use=max(load.kv_use for load in known),
-            generated_tokens=sum(load.generated_tokens for load in known),
-            slots=sum(load.slots for load in known),
-            knee=None if None in knees else sum(knee for knee in knees if knee is not None),
-        )
+    async def read(self) -> dict[str, EngineLoad]:
+        """Return the load by address, of the engines that report one."""
+        each = await asyncio.gather(*(self._one(root) for root in self.roots))
+        return {root: load for root, load in zip(self.roots, each, strict=True) if load is not None}
 
     async def _one(self, root: str) -> EngineLoad | None:
         with suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError, ValidationError):

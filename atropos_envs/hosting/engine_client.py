@@ -140,6 +140,8 @@ class Server:
         self.root = base_url.removesuffix("/v1")
         self.under_way = 0
         """Completions in flight."""
+        self.weight = 1.0
+        """Completions that it can take, in proportion to the other servers."""
         self.asked = 0
         """Requests since the start."""
         self.tried_at = 0.0
@@ -230,7 +232,10 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
             return min(self._servers, key=lambda server: server.tried_at)
         # Among equally busy servers the least used one, so that a sequence of single requests
         # alternates.
-        server = min(present, key=lambda server: (server.under_way, server.asked))
+        server = min(
+            present,
+            key=lambda each: (each.under_way / each.weight, each.asked / each.weight),
+        )
         if group is not None:
             group[self] = server
         return server
@@ -238,7 +243,17 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
     @property
     def under_way(self) -> int:
         """Completions in flight, over all servers."""
-        return sum(server.under_way for server in self._servers)
+        return sum(self.under_way_at.values())
+
+    @property
+    def under_way_at(self) -> Counter[str]:
+        """Completions in flight by server address."""
+        return Counter({server.root: server.under_way for server in self._servers})
+
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """Divide the groups that begin from now on in proportion to `weights`, by address."""
+        for server in self._servers:
+            server.weight = max(1.0, weights.get(server.root, server.weight))
 
     @property
     def _away(self) -> str:

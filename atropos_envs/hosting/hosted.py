@@ -34,15 +34,20 @@ from atropos_common.system.run_dir import ENV_ENGINE_URLS, ENV_REFILL, ENV_RUN_K
 from atropos_envs import Dismissed, EnvFault
 from atropos_envs.hosting.concurrency import (
     LOOK_S,
-    Concurrency,
     GroupMeter,
     LoadReader,
+    Targets,
     batches_ahead,
     every,
     from_environment,
 )
 from atropos_envs.hosting.curriculum import curriculum_of, key_of
-from atropos_envs.hosting.engine_client import EngineGate, EngineRefused, begin_group
+from atropos_envs.hosting.engine_client import (
+    EngineClient,
+    EngineGate,
+    EngineRefused,
+    begin_group,
+)
 from atropos_envs.hosting.evaluation import EvalLog, Tally, component_name, eval_path
 from atropos_envs.hosting.groups import Unsendable, convert, encoded
 from atropos_envs.hosting.queue_slots import PendingGroup, QueueSlots, WorkerMeter
@@ -163,7 +168,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         # the workers itself.
         refills = os.environ.get(ENV_REFILL) != "0" and config.min_batch_allocation is None
         self.queue_slots = QueueSlots() if refills else None
-        self.concurrency: Concurrency | None = None
+        self.concurrency: Targets | None = None
         """Set at the registration, which tells the batch size."""
         self._group_meter = GroupMeter(config.group_size)
         self.num_steps: int | None = None
@@ -452,14 +457,18 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         """Move the number of sequences in flight, and the queue slots for them."""
         if self.concurrency is None or self.queue_slots is None:
             return
-        load = await self._loads.read()
-        if load is not None:
-            own = self._in_engine()
-            if self.concurrency.share == 1.0 or own is None:
-                # The engine knows which completions of a group have ended.
-                own = float(load.running + load.waiting)
-            self._group_meter.add(own, self.queue_slots.making)
-            self.concurrency.look(load, own, time.monotonic())
+        loads = await self._loads.read()
+        if loads:
+            # The engine knows which completions of a group have ended.
+            own = {root: float(load.running + load.waiting) for root, load in loads.items()}
+            clients = [each for each in self.server.servers if isinstance(each, EngineClient)]
+            if self.concurrency.share != 1.0 and clients:
+                counts = sum((client.under_way_at for client in clients), Counter())
+                own = {root: float(counts[root]) for root in loads}
+            self._group_meter.add(sum(own.values()), self.queue_slots.making)
+            self.concurrency.look(loads, own, time.monotonic())
+            for client in clients:
+                client.weigh({root: one.target for root, one in self.concurrency.each.items()})
         elif self._loads.has_no_route:
             self.concurrency.without_load(self.config.batch_size)
         batch = self.derived_batch_size // self.config.group_size
@@ -627,7 +636,8 @@ class Hosted(BaseEnv):  # type: ignore[misc]
     async def get_server_info(self) -> None:
         await super().get_server_info()
         if self.queue_slots is not None:
-            self.concurrency = from_environment(os.environ, max(1, self.config.batch_size))
+            whole = from_environment(os.environ, max(1, self.config.batch_size))
+            self.concurrency = whole and Targets(whole, self._loads.roots)
         reach(REGISTERED)
         log.info("registered as environment %d at step %d", self.env_id, self.curr_step)
 

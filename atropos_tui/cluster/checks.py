@@ -12,7 +12,7 @@ from atropos_tui.profile.budget.memory import VLLM_FRACTION
 from atropos_tui.profile.errors import counted, did_you_mean, gpu_named_twice, one_engine_fed
 from atropos_tui.profile.placement import Placement, host_names
 from atropos_tui.profile.profile import Profile
-from atropos_tui.profile.site import trainer_placements, trainer_ranks, traits_of
+from atropos_tui.profile.site import receivers, trainer_placements, trainer_ranks, traits_of
 
 ADD_CLUSTER = 'add [cluster] with launcher = "slurm", "ssh", "kubernetes" or "ray", or leave it out'
 
@@ -255,10 +255,14 @@ def crowded(profile: Profile) -> Iterator[Problem]:
     """GPUs that are used twice: by engines whose shares exceed 1, or by the trainer of a
     broadcast and an engine."""
     on: defaultdict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
-    own = {("", gpu) for gpu in profile.trainer.gpus if not profile.is_spread}
+    shares = traits_of(profile).shares_memory
+    # In single copy a trainer that names other GPUs than the first engine's is another problem.
+    alone = profile.engines[0].gpus if shares else profile.trainer.gpus
+    own = {("", gpu) for gpu in alone if not profile.is_spread}
     own |= {
         (placement.node, gpu) for placement in trainer_placements(profile) for gpu in placement.gpus
     }
+    receiving = {engine.name for engine in receivers(profile)}
     for index, (section, made) in enumerate(zip(profile.vllm, profile.placed, strict=True)):
         there = {("", gpu) for gpu in section.gpus if not profile.is_spread}
         there |= {
@@ -271,12 +275,25 @@ def crowded(profile: Profile) -> Iterator[Problem]:
         if section.flag("kv-cache-memory-bytes") is None:
             for place in there:
                 on[place].append((index, section.gpu_memory_utilization or VLLM_FRACTION))
-        if traits_of(profile).other_gpus and (both := sorted(there & own)):
+        taken = {
+            place
+            for engine, placements in made
+            if engine.name in receiving
+            for place in (
+                [(each.node, gpu) for each in placements for gpu in each.gpus]
+                or [("", gpu) for gpu in engine.gpus]
+            )
+        }
+        if both := sorted(taken & own):
             reason = (
                 f"a broadcast needs separate GPUs, but trainer and engine share "
                 f"{', '.join(map(_gpu_text, both))}"
             )
-            fix = 'give each its own GPUs, or use mode = "shared_vllm"'
+            fix = (
+                f"name other GPUs for {section.name}, which gets its weights by broadcast"
+                if shares
+                else 'give each its own GPUs, or use mode = "shared_vllm"'
+            )
             yield Problem(reason, fix, key=f"vllm.{index}.gpus")
     # One problem for each section, however many GPUs it shares.
     named: set[int] = set()

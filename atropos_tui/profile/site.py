@@ -27,7 +27,7 @@ from trainer_core.config import Mode, TrainingConfig
 @dataclass(frozen=True)
 class ModeTraits:
     shares_memory: bool = False
-    """The trainer attaches to the engine's weights."""
+    """The trainer attaches to the first engine's weights."""
     other_gpus: bool = False
     """Trainer and engine need separate GPUs."""
     feeds_all: bool = False
@@ -45,7 +45,7 @@ class ModeTraits:
 
 
 TRAITS: dict[Mode, ModeTraits] = {
-    "shared_vllm": ModeTraits(shares_memory=True, trainer_follows_engine=True),
+    "shared_vllm": ModeTraits(shares_memory=True, feeds_all=True, trainer_follows_engine=True),
     "broadcast": ModeTraits(other_gpus=True, feeds_all=True, updates_weights=True),
     "lora_only": ModeTraits(feeds_all=True, lora=True),
     "lora_restart": ModeTraits(lora=True, restarts_engine=True),
@@ -144,7 +144,7 @@ class Site:
     def met_at(self) -> dict[str, str]:
         """MASTER_ADDR of a broadcast to an engine on another machine."""
         node, *others = trainer_nodes(self.profile)
-        if node is None or not self.traits.other_gpus:
+        if node is None or not receivers(self.profile):
             return {}
         placements = {
             placement.node
@@ -226,7 +226,9 @@ def training_config(site: Site, *, grouped: bool = True) -> TrainingConfig:
     fed = fed_engines(profile)
     if (address := site.engine_address(engine)) != LOOPBACK:
         derived["vllm_host"] = in_url(address)
-    if site.traits.other_gpus or len(fed) > 1:
+    if site.traits.shares_memory:
+        fed = fed[1:]  # the manifest names the first
+    if site.traits.other_gpus or len(fed) > 1 or (fed and site.traits.shares_memory):
         derived["vllm_urls"] = [site.engine_url(each) for each in fed]
     if site.traits.shares_memory:
         derived["vllm_config_path"] = str(site.run.manifest(engine.name))
@@ -276,6 +278,19 @@ def fed_engines(profile: Profile) -> list[EngineSection]:
     return [
         engine for index in sorted(fed_sections(profile)) for engine, _ in profile.placed[index]
     ]
+
+
+def is_shared(profile: Profile, engine: EngineSection) -> bool:
+    """Return True if the trainer computes with this engine's memory."""
+    return traits_of(profile).shares_memory and engine.name == profile.engines[0].name
+
+
+def receivers(profile: Profile) -> list[EngineSection]:
+    """Engines that get the weights by broadcast; in single copy all fed ones but the first."""
+    traits = traits_of(profile)
+    if not (traits.other_gpus or traits.shares_memory):
+        return []
+    return [engine for engine in fed_engines(profile) if not is_shared(profile, engine)]
 
 
 def engine_urls(site: Site) -> str:
@@ -337,7 +352,7 @@ def trainer_gpus(profile: Profile) -> list[int]:
     if profile.is_spread:
         return [gpu for placement in trainer_placements(profile) for gpu in placement.gpus]
     return profile.trainer.gpus or (
-        profile.vllm[0].gpus if traits_of(profile).shares_memory else []
+        profile.engines[0].gpus if traits_of(profile).shares_memory else []
     )
 
 

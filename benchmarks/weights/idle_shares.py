@@ -1,13 +1,15 @@
-"""Measure idle shares of trainer and engine in broadcast on two GPUs.
+"""Measure step time and idle shares of trainer and engines on two GPUs.
 
-    python -m benchmarks.weights.idle_shares [--shape tiny|qwen3-1.7b|qwen3-8b]
-        [--tokens 512] [--steps 20] [--set trainer.overlap_publish=true] [--json]
+    python -m benchmarks.weights.idle_shares [--layouts broadcast two-engines]
+        [--shape tiny|qwen3-1.7b|qwen3-8b] [--tokens 512] [--ahead 0] [--steps 20]
+        [--set trainer.overlap_publish=true] [--json]
 
-The whole product: `atropos-tui up` with the engine on GPU 0 and the trainer on GPU 1 (on a machine
-without GPUs a tiny model on its cores). Weights are random, of the named shape, and never end a
-completion, so all have `--tokens` tokens; this module is the environment as well, whose scores are
-the toss of a coin. Shares are of the steps after the first two, which compile; the sentence is the
-one on the screen.
+The whole product: `atropos-tui up`, with one layout after the other on the same model. `broadcast`
+has the engine on GPU 0 and the trainer on GPU 1. `two-engines` has an engine on each GPU; the first
+shares weights and GPU with the trainer. On a machine without two GPUs a tiny model runs on the
+cores. Weights are random, of the named shape, and never end a completion, so all have `--tokens`
+tokens; this module is the environment as well, whose scores are the toss of a coin. Shares are of
+the steps after the first two, which compile; the sentence is the one on the screen.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean
@@ -28,9 +31,11 @@ from typing import Any
 import tomli_w
 import torch
 
-from atropos_common.protocol.trainer_records import TimingRecord
+from atropos_common.protocol.trainer_records import AlignmentRecord, StepRecord, TimingRecord
+from atropos_common.system.run_dir import ENV_AHEAD, ENV_CONCURRENCY
 from atropos_envs.hosting.base import StackEnv, run
 from atropos_envs.hosting.evaluation import Graded
+from atropos_tui.profile.plan import MOST_AHEAD
 from benchmarks.large_models import records
 from benchmarks.situations import Watch
 from benchmarks.support.children import free_ports, up
@@ -41,6 +46,12 @@ WARM = 2
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 SMALL = {"enforce-eager": True, "kv-cache-memory-bytes": 64 << 20, "block-size": 32}
 """An engine on a CPU."""
+NAMES = {"broadcast": ["vllm"], "two-engines": ["vllm-shared", "vllm-own"]}
+"""Engines of each layout."""
+MOST_SEQUENCES = 512
+"""Slots of an engine if the product chooses the completions in flight."""
+BESIDE_TRAINER, PACK_TOKENS = 0.35, 16_384
+"""Memory of the engine on the trainer's GPU, and tokens of a pass beside it."""
 PROMPT = "What do you know about the number {}?"
 
 
@@ -71,61 +82,71 @@ class Coins(StackEnv):
         raise NotImplementedError("nothing is held out")
 
 
-def profile(options: argparse.Namespace, model: Path) -> dict[str, Any]:
+def _engines(options: argparse.Namespace, layout: str, *, cuda: bool) -> list[dict[str, Any]]:
+    most = options.ahead * options.sequences or MOST_SEQUENCES
+    common = {
+        "max_model_len": options.tokens + 64,
+        "args": {"max-num-seqs": most} | ({} if cuda else SMALL),
+        "env": {"VLLM_USE_FLASHINFER_SAMPLER": "0"} if cuda else ONE_THREAD,
+    } | ({} if cuda else {"dtype": "float32"})
+    made = [
+        common | {"name": name, "port": port} | ({"gpus": [gpu]} if cuda else {})
+        for gpu, (name, port) in enumerate(zip(NAMES[layout], free_ports(2), strict=False))
+    ]
+    if cuda and layout == "two-engines":
+        made[0]["gpu_memory_utilization"] = BESIDE_TRAINER
+    return made
+
+
+def profile(options: argparse.Namespace, layout: str, model: Path) -> dict[str, Any]:
     """The run, as a profile has it."""
-    cuda = torch.cuda.is_available()
-    api, engine = free_ports(2)
-    longest = options.tokens + 64
+    cuda = torch.cuda.device_count() > 1
+    (api,) = free_ports(1)
     sequences = options.sequences
+    workers = {"env.max_num_workers": options.ahead * sequences // 8} if options.ahead else {}
+    # As a plan says it to an environment of `atropos_envs`.
+    steered = {} if options.ahead else {ENV_CONCURRENCY: "auto", ENV_AHEAD: str(MOST_AHEAD)}
+    both = layout == "two-engines"
     return {
         "name": "idle-shares",
-        "mode": "broadcast",
+        "mode": "shared_vllm" if both else "broadcast",
         "model": str(model),
         "api": {"port": api},
         "env": {
             "module": "benchmarks.weights.idle_shares",
             "cwd": str(Path(__file__).parents[2]),
+            "env": steered,
             "args": {
                 "env.group_size": 8,
                 "env.max_token_length": options.tokens,
-                "env.max_num_workers": options.ahead * sequences // 8,
                 "env.steps_per_eval": 0,
-            },
+            }
+            | workers,
         },
-        "vllm": {
-            "port": engine,
-            "max_model_len": longest,
-            "args": {"max-num-seqs": options.ahead * sequences} | ({} if cuda else SMALL),
-            "env": {"VLLM_USE_FLASHINFER_SAMPLER": "0"} if cuda else ONE_THREAD,
-        }
-        | ({"gpus": [0]} if cuda else {"dtype": "float32"}),
+        "vllm": _engines(options, layout, cuda=cuda),
         "trainer": {
             "training_steps": 100_000,
             "batch_size": sequences,
             "gradient_accumulation_steps": 1,
             "lr": 1e-6,
             "checkpoint_interval": 0,
-            "seq_len": longest,
+            "seq_len": options.tokens + 64,
             "optimizer": "adamw",
         }
+        | ({"pack_tokens": PACK_TOKENS} if both else {})
         | (
-            {"gpus": [1], "dtype": "bfloat16"}
+            {"gpus": [0 if both else 1], "dtype": "bfloat16"}
             if cuda
             else {"device": "cpu", "dtype": "float32", "env": ONE_THREAD}
         ),
     }
 
 
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(options: argparse.Namespace, layout: str, folder: Path) -> dict[str, Any]:
     """Shares and sentence of one run."""
-    save_model(
-        options.shape,
-        folder / "model",
-        torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-    )
-    (folder / "idle.toml").write_text(tomli_w.dumps(profile(options, folder / "model")))
-    root = folder / "run"
-    command = up(folder / "idle.toml", root, dict(setting.split("=", 1) for setting in options.set))
+    path, root = folder / f"{layout}.toml", folder / layout
+    path.write_text(tomli_w.dumps(profile(options, layout, folder / "model")))
+    command = up(path, root, dict(setting.split("=", 1) for setting in options.set))
     with (folder / "log").open("wb") as log:
         running = subprocess.Popen(command, stdout=log, stderr=log)
     try:
@@ -140,19 +161,23 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     finally:
         running.send_signal(signal.SIGINT)
         running.wait(120)
-    return {"sentence": said.line if said else "", **found}
+    return {"layout": layout, "sentence": said.line if said else "", **found}
 
 
 def shares(root: Path) -> dict[str, Any]:
     """Summarize the trainer's records without the first steps, which compile; empty before there
     are others."""
-    timings = [
-        r
-        for r in records(root / "telemetry.jsonl")
-        if isinstance(r, TimingRecord) and (r.step or 0) > WARM
-    ]
+    measured = [r for r in records(root / "telemetry.jsonl") if (r.step or 0) > WARM]
+    timings = [r for r in measured if isinstance(r, TimingRecord)]
     if not timings:
         return {}
+    checks = [r for r in measured if isinstance(r, AlignmentRecord)]
+    probes = [r.probe_diff_abs_mean for r in checks if r.probe_diff_abs_mean is not None]
+    lags = [
+        r.policy_lag_max
+        for r in measured
+        if isinstance(r, StepRecord) and r.policy_lag_max is not None
+    ]
     idle = [
         (r.engine_idle_fraction, r.step_s) for r in timings if r.engine_idle_fraction is not None
     ]
@@ -165,6 +190,9 @@ def shares(root: Path) -> dict[str, Any]:
         "engine_idle_fraction": sum(share * s for share, s in idle) / sum(s for _, s in idle)
         if idle
         else None,
+        "alignment": dict(Counter(r.verdict for r in checks)),
+        "probe_max": max(probes, default=None),
+        "policy_lag_max": max(lags, default=None),
     }
 
 
@@ -173,6 +201,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     cuda = torch.cuda.device_count() > 1
+    parser.add_argument("--layouts", nargs="+", choices=NAMES, default=["broadcast"])
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b" if cuda else "tiny")
     parser.add_argument(
         "--tokens", type=int, default=512 if cuda else 16, help="of each completion"
@@ -182,11 +211,14 @@ def main() -> int:
         "--ahead",
         type=int,
         default=2,
-        help="steps' worth of completions that the engine has at a time",
+        help="steps' worth of completions in flight; 0: as many as the product finds best",
     )
     parser.add_argument("--steps", type=int, default=20, help="measured, after the first ones")
     parser.add_argument(
-        "--limit", type=float, default=900.0, help="seconds, after which fewer steps have to do"
+        "--limit",
+        type=float,
+        default=900.0,
+        help="seconds for each layout, after which fewer steps have to do",
     )
     parser.add_argument(
         "--set",
@@ -198,13 +230,16 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="atropos-idle-") as temporary:
-        found = measure(options, Path(temporary))
-        text = (
-            json.dumps(found)
-            if options.json
-            else "\n".join(f"{key:<28}{value}" for key, value in found.items())
-        )
-        print(text, flush=True)  # removing the model takes its time
+        folder = Path(temporary)
+        save_model(options.shape, folder / "model", torch.device("cuda" if cuda else "cpu"))
+        for layout in options.layouts:
+            found = measure(options, layout, folder)
+            text = (
+                json.dumps(found)
+                if options.json
+                else "\n".join(f"{key:<28}{value}" for key, value in found.items())
+            )
+            print(text, flush=True)
     return 0
 
 

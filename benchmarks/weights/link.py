@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from atropos_common.broadcast.transfer import CHUNK_BYTES
 from benchmarks.support import gpu_pair
-from trainer_core.weight_sync.broadcast import CHUNK_BYTES
 
 
 def timed(work: Callable[[], Any], rounds: int, ready: Callable[[], Any] = lambda: None) -> float:

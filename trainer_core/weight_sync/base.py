@@ -168,6 +168,7 @@ class SeparateWeights(WeightSync):
     def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
         super().__init__(config, device, stop)
         self.version = 0
+        self.urls = config.engine_urls
         self.fed: set[ServerClient] = set()
         """Servers that answer with the present weights."""
         self._checked = 0.0
@@ -189,7 +190,7 @@ class SeparateWeights(WeightSync):
     def _meet_servers(self) -> None:
         if self.lifecycle is not None:
             self.lifecycle.ensure()  # first: a server of our own brings the token
-        self.engines = [ServerClient(url) for url in self.config.engine_urls]
+        self.engines = [ServerClient(url) for url in self.urls]
         self._serve_all()
 
     def _serve_all(self) -> None:
@@ -327,6 +328,8 @@ def make_sync(
 ) -> WeightSync:
     """Return the strategy for `config.mode`; recorded rollouts need no server."""
     module, name = _STRATEGIES[config.mode]
+    if config.shares_memory and config.sends_weights:
+        module, name = "shared_and_sent", "SingleCopyAndBroadcast"
     if config.rollouts is not None:
         module, name = "none_reload", "Offline"
     strategy = getattr(import_module(f"trainer_core.weight_sync.{module}"), name)

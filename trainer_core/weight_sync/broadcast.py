@@ -20,6 +20,7 @@ import torch
 
 from atropos_common.broadcast.group import BRISK_S, POLL_S, first_line
 from atropos_common.broadcast.transfer import (
+    CHUNK_BYTES,
     TransferBackend,
     TransferInit,
     TransferReport,
@@ -33,7 +34,6 @@ from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.base import CHECK_S, FIRST_PAUSE_S, Phases, SeparateWeights
 from trainer_core.weight_sync.orders import Calls, Follower, Order, Orders
 from trainer_core.weight_sync.sending import (
-    CHUNK_BYTES,
     BroadcastGroup,
     Rendezvous,
     Stage,
@@ -72,9 +72,20 @@ class GroupBroke(EngineGone):
 class Broadcast(SeparateWeights):
     """Strategy of mode `broadcast`."""
 
-    def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
+    def __init__(
+        self,
+        config: TrainingConfig,
+        device: torch.device,
+        stop: threading.Event,
+        *,
+        optional: bool = False,
+    ) -> None:
+        """`optional`: send to the servers after the first. The run goes on without any of them."""
         super().__init__(config, device, stop)
         require_nodes(config)
+        self._optional = optional
+        if optional:
+            self.urls = self.urls[1:]
         # The group, and the servers in it.
         self._place = meeting_point(config.init_method)
         self._meeting: Rendezvous | None = None
@@ -95,18 +106,28 @@ class Broadcast(SeparateWeights):
 
     def _spread(self, model: torch.nn.Module) -> torch.nn.Module:
         model = super()._spread(model)
+        self._prepare(model)
+        return model
+
+    def feed(self, model: torch.nn.Module, version: int) -> None:
+        """Bring `model` to every server, now and at each publish, from the memory that it has."""
+        self.version = version
+        self._prepare(model, moves=False)
+        self._collect(Phases())
+        self.world.share(self._meet_servers)
+
+    def _prepare(self, model: torch.nn.Module, *, moves: bool = True) -> None:
         rank, size = self.world.rank, self.world.size
         # New threads start on device 0.
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self._outgoing = outgoing(model, compute_dtype(model), rank, size)
+        self._outgoing = outgoing(model, compute_dtype(model), rank, size, moves=moves)
         # Rank 0 listens before the others connect, and they connect before it waits for them.
         self._orders = Orders(1 if rank else size)
         meeting = self.world.share(lambda: self._orders.meeting)
         if meeting is not None and rank:
             self._follower = Follower(meeting, rank, self.device, self._outgoing)
         self.world.share(self._orders.meet)
-        return model
 
     def _collect(self, clock: Phases) -> None:
         self._outgoing.refresh()
@@ -167,8 +188,10 @@ class Broadcast(SeparateWeights):
                 self._leave_out(engine, "it is another server now")
             back |= engine not in self.fed and not self._backoff.active(info.instance_id)
         # Without any server the trainer waits; one more server is worth a new group.
-        if back or not self.fed:
-            self._await_server(self._regroup)
+        if back or not (self.fed or self._optional):
+            self._begin_anew()
+        elif not self.fed:
+            self._disband()
 
     def close(self) -> None:
         if self._delivery is not None:  # after an error the delivery gets no more time
@@ -187,12 +210,30 @@ class Broadcast(SeparateWeights):
             try:
                 self._regroup()
             except EngineGone:
-                raise error from None
+                if not self._optional:
+                    raise error from None
+                self._disband()
             for url, why in self.left_out.items():
                 self._tell_left_out(url, why)
         self._begun = True
 
+    def _begin_anew(self) -> None:
+        """Form a new group; without servers wait for one, or go on if they are optional."""
+        if not self._optional:
+            return self._await_server(self._regroup)
+        try:
+            self._regroup()
+        except EngineGone:
+            self._disband()  # `check` forms the next one
+        return None
+
+    def _disband(self) -> None:
+        self._leave()
+        self._members = {}
+
     def _deliver(self, clock: Phases) -> bool:
+        if self._optional and not self._members:
+            return False
         began = time.perf_counter()
         try:
             if self._group is None:
@@ -202,10 +243,10 @@ class Broadcast(SeparateWeights):
             print(f"[WARNING] version {self.version} did not reach every server: {error}")
             self._blame(error, self._members, time.perf_counter() - began)
             with clock("begun_anew"):
-                self._await_server(self._regroup)
+                self._begin_anew()
         else:
             clock.seconds |= _phases(reports, time.perf_counter() - began)
-        return True
+        return bool(self.fed)
 
     @property
     def _limit_s(self) -> float:

@@ -30,6 +30,7 @@ from atropos_common.broadcast.group import (
     unique_id,
 )
 from atropos_common.broadcast.transfer import (
+    CHUNK_BYTES,
     SLOTS,
     Chunk,
     SentTensor,
@@ -39,14 +40,10 @@ from atropos_common.broadcast.transfer import (
     place,
 )
 from atropos_common.net.ports import is_wildcard
-from atropos_common.protocol.manifest import contiguous
+from atropos_common.protocol.manifest import contiguous, extent
 from trainer_core.errors import UsageError
 from trainer_core.policy.load import Spot, checkpoint_layout, view_of
 from trainer_core.policy.sharding import local, row_bounds
-
-# Long enough for the link's full speed, short enough to unpack while the next one arrives.
-CHUNK_BYTES = 256 << 20
-"""Bytes of one chunk."""
 
 Copied = list[tuple[torch.Tensor, torch.Tensor]]
 """Destinations in the sent bytes, and the tensors to copy there first."""
@@ -87,6 +84,8 @@ class OnePiece:
 
 
 class Shards:
+    """One rank's rows of the parameters, copied chunk by chunk from where they are."""
+
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype, rank: int, size: int) -> None:
         """Use `dtype` for sharded parameters, whatever they are trained in."""
         named, self._rank = dict(model.named_parameters()), rank
@@ -136,9 +135,15 @@ class TensorPart:
     offset: int
 
 
-def outgoing(model: torch.nn.Module, dtype: torch.dtype, rank: int, size: int) -> Outgoing:
-    """Return the bytes that `rank` of the trainer's `size` sends."""
-    return OnePiece(model) if size == 1 else Shards(model, dtype, rank, size)
+def outgoing(
+    model: torch.nn.Module, dtype: torch.dtype, rank: int, size: int, *, moves: bool = True
+) -> Outgoing:
+    """Return the bytes that `rank` of the trainer's `size` sends.
+
+    Args:
+        moves: the parameters may move to other memory.
+    """
+    return OnePiece(model) if size == 1 and moves else Shards(model, dtype, rank, size)
 
 
 @torch.no_grad()
@@ -195,7 +200,9 @@ def _lies_so(spot: Spot, start: int, param: torch.Tensor) -> bool:
 def _bounds(name: str, param: torch.Tensor, size: int) -> list[int]:
     """First element of each rank's part of a parameter, and the total."""
     if not isinstance(param, DTensor) or not any(place.is_shard() for place in param.placements):
-        return [0, *[param.numel()] * size]  # rank 0 sends all of it
+        # Rank 0 sends all of it. A server's parameter may have gaps, so count up to its last
+        # element.
+        return [0, *[extent(param.shape, param.stride())] * size]
     # FSDP2 cuts along the first dimension, so a rank's rows of a tensor are contiguous bytes.
     if tuple(param.placements) != (Shard(0),):
         what = "parameters cut along their first dimension"

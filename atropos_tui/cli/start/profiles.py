@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from atropos_common.system.files import read_regular
+from atropos_common.system.run_dir import ENV_WEIGHT_UPDATES
 from atropos_tui.cli.answers import Validated
 from atropos_tui.cluster.machines import lacking
 from atropos_tui.errors import Exit, Problem, UserError
@@ -277,6 +278,10 @@ def _component_lines(
         lines.append(f"port      {component.port}")
     if component.gpus:
         lines.append(f"gpus      {component.gpus}")
+    if "VLLM_ENABLE_SHARED_WEIGHTS" in env:
+        lines.append("weights   the trainer's own, in this engine's memory")
+    elif ENV_WEIGHT_UPDATES in env:
+        lines.append("weights   a copy, which the trainer updates")
     if component.depends_on:
         lines.append(
             "after     "

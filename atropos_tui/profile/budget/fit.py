@@ -288,7 +288,7 @@ def _passes(profile: Profile, settings: TrainingConfig) -> list[Option]:
 def _caches(
     site: Site, settings: TrainingConfig, model: Model, inventory: Inventory
 ) -> list[Option]:
-    engine = site.profile.vllm[0]
+    engine = site.profile.engines[0]
     names = memory.engine_devices(engine, inventory.machine)
     if not set(names) & set(memory.trainer_devices(site.profile, settings, inventory.machine)):
         return []  # on its own GPU a smaller cache frees nothing for the trainer
@@ -500,7 +500,7 @@ KEY = "inference_gpus"
 def split_gpus(profile: Profile, machine: Hardware) -> Profile | Problem:
     """Replace `inference_gpus` by `gpus` of engine and trainer."""
     wanted, there, engine = profile.inference_gpus or 0, len(machine.gpus), profile.vllm[0]
-    if not traits_of(profile).feeds_all:
+    if traits_of(profile).shares_memory or not traits_of(profile).feeds_all:
         fix = f'remove it and set vllm.gpus, or use mode = "broadcast" (now "{profile.mode}")'
         return Problem("trainer and engine use the same GPUs in this mode", fix, key=KEY)
     named = [

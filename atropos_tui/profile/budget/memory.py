@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
+from atropos_common.broadcast.transfer import CHUNK_BYTES, SLOTS
 from atropos_common.models import model_math
 from atropos_common.models.model_math import Adapters, Dimensions
 from atropos_common.protocol.bridge import few_graph_sizes, server_rank
@@ -37,7 +38,9 @@ from atropos_tui.profile.site import (
     Site,
     engine_model,
     fed_engines,
+    is_shared,
     longest_sequence,
+    receivers,
     trainer_placements,
     training_config,
     traits_of,
@@ -229,7 +232,7 @@ def trainer_devices(profile: Profile, settings: TrainingConfig, machine: Hardwar
     if profile.trainer.gpus:
         return [f"GPU {index}" for index in profile.trainer.gpus]
     if traits_of(profile).shares_memory:
-        return engine_devices(profile.vllm[0], machine)
+        return engine_devices(profile.engines[0], machine)
     return ["GPU 0"] if machine.gpus else [HOST]
 
 
@@ -278,7 +281,7 @@ class _Builder:
             held += size
             self.add(names, section.name, what, size, note, estimate=estimate)
 
-        shared = self.traits.shares_memory and fed
+        shared = is_shared(self.profile, section)
         only = "the only copy: the trainer attaches to it" if shared else ""
         add("weights", math.ceil(model.stored_bytes(width) / section.gpus_per_copy), only)
         if self.traits.lora and fed:
@@ -389,6 +392,10 @@ class _Builder:
         )
         if on_gpu:
             self.add(names, "trainer", "CUDA context", CONTEXT, estimate=True)
+        if self.traits.shares_memory and (others := receivers(self.profile)):
+            # A tensor larger than a chunk travels whole.
+            size = SLOTS * max(CHUNK_BYTES, largest_of(model.shapes) * width)
+            self.add(names, "trainer", "broadcast buffers", size, f"for {_names(others)}")
         if sharded:
             size, what = gathered_bytes(model, width, trains=not self.traits.lora)
             self.add(names, "trainer", "gathered layers", size, what, estimate=True)
@@ -491,6 +498,10 @@ def gathered_bytes(model: Model, width: int, *, trains: bool) -> tuple[int, str]
         size += width * (layer + beside) + 4 * max(layer, beside)
     gradients = ", and gradients of both" if trains else ""
     return size, f"two layers of {layer:,} parameters, {beside:,} beside the layers{gradients}"
+
+
+def _names(engines: Sequence[EngineSection]) -> str:
+    return ", ".join(engine.name for engine in engines)
 
 
 def largest_of(shapes: Shapes) -> int:

@@ -38,7 +38,9 @@ from atropos_tui.profile.site import (
     Site,
     engine_model,
     is_fed,
+    is_shared,
     meeting_address,
+    receivers,
 )
 from atropos_tui.profile.spec import (
     ComponentSpec,
@@ -107,7 +109,7 @@ def engine_specs(
     ]
     fed = is_fed(site, section)
     place = site.place(section.node if site.profile.is_spread else None)
-    shared = fed and site.traits.shares_memory
+    shared = is_shared(site.profile, section)
     manifest = str(site.run.manifest(section.name))
     first = spec_of(
         site,
@@ -130,7 +132,7 @@ def engine_specs(
         # engine's memory.
         restart_with=[
             *names[1:],
-            *(["trainer"] if fed and site.traits.trainer_follows_engine else []),
+            *(["trainer"] if shared and site.traits.trainer_follows_engine else []),
         ],
         restart=SERVES_TILL_STOPPED,
         stop=StopPolicy(grace_s=15),
@@ -202,16 +204,17 @@ def _engine_part(
 
 def _fed_variables(site: Site, section: EngineSection, settings: TrainingConfig) -> dict[str, str]:
     environment: dict[str, str] = {}
-    if site.traits.shares_memory:
+    if is_shared(site.profile, section):
         environment |= {
             "VLLM_ENABLE_SHARED_WEIGHTS": "1",
             "ATROPOS_SHM_NAME": _shm_name(site, section),
         }
-    if site.traits.updates_weights:
+    receives = section.name in {each.name for each in receivers(site.profile)}
+    if site.traits.updates_weights or receives:
         environment[ENV_WEIGHT_UPDATES] = "1"
     # A server joins only groups at addresses that it was given: a request must not send it
     # elsewhere.
-    if site.traits.other_gpus and not is_loopback(address := meeting_address(site, settings)):
+    if receives and not is_loopback(address := meeting_address(site, settings)):
         environment[ENV_TRAINER_HOSTS] = address
     if site.traits.holds_generation:
         environment[ENV_HOLD_GENERATION] = "1"

@@ -37,6 +37,7 @@ from atropos_tui.profile.site import (
     fed_sections,
     longest_sequence,
     meeting_address,
+    receivers,
     trainer_gpus,
     trainer_placements,
     trainer_ranks,
@@ -83,6 +84,7 @@ def check_profile(site: Site) -> list[Problem]:
     problems += [*_logprobs(profile), *_fed_urls(site)]
     if site.traits.shares_memory:
         problems += [
+            *_beside_single_copy(profile),
             *_single_copy_place(profile),
             *_single_copy_flags(profile.vllm[0], adapters=site.traits.lora),
         ]
@@ -169,7 +171,7 @@ def check_notes(site: Site) -> list[str]:
             f"WARNING run-api, engines and trainer use the addresses {', '.join(beyond[:4])}"
             f"{', ...' if beyond[4:] else ''} without encryption: use a network that you trust"
         )
-    elif site.traits.other_gpus and not is_loopback(place := meeting_address(site, settings)):
+    elif receivers(profile) and not is_loopback(place := meeting_address(site, settings)):
         notes.append(
             f"WARNING {_meeting_key(settings)}: the broadcast's group meets at {place}, beyond "
             "the loopback. Weights are not encrypted, and anyone on that network can read them or "
@@ -234,7 +236,7 @@ def _meeting_key(settings: TrainingConfig) -> str:
 
 
 def _meeting_place(site: Site, settings: TrainingConfig) -> Iterator[Problem]:
-    if site.traits.other_gpus and is_wildcard(place := meeting_address(site, settings)):
+    if receivers(site.profile) and is_wildcard(place := meeting_address(site, settings)):
         yield Problem(
             f"{place} means every interface of this machine, but a broadcast's group needs "
             f"one address",
@@ -247,7 +249,8 @@ def _fed_urls(site: Site) -> Iterator[Problem]:
     """The trainer must feed the profile's own engines: an engine that waits for weights answers
     nothing."""
     named = site.profile.trainer.settings.get("vllm_urls")
-    fed = [site.engine_url(engine) for engine in fed_engines(site.profile)]
+    by_broadcast = receivers(site.profile) or fed_engines(site.profile)
+    fed = [site.engine_url(engine) for engine in by_broadcast]
     if named and sorted(url.rstrip("/") for url in _words(named)) != sorted(fed):
         yield Problem(
             f"the trainer would not feed {', '.join(fed)}, which this profile starts and which "
@@ -307,7 +310,7 @@ def _single_copy_ranks(profile: Profile, gpus: list[int], ranks: int) -> Iterato
     """Ranks that differ from the engine's workers because of `trainer.processes`."""
     # In single copy rank i trains on the memory of worker i.
     workers = profile.vllm[0].tensor_parallel
-    same_gpus = profile.is_spread or profile.trainer.gpus in ([], profile.vllm[0].gpus)
+    same_gpus = profile.is_spread or profile.trainer.gpus in ([], profile.engines[0].gpus)
     if ranks != workers and same_gpus and len(gpus) in (0, workers):
         given = "" if profile.trainer.processes else " (it is not set, which means 1)"
         reason = (
@@ -597,7 +600,7 @@ def _logprobs(profile: Profile) -> Iterator[Problem]:
 
 
 def _single_copy_place(profile: Profile) -> Iterator[Problem]:
-    engine, trainer = profile.vllm[0], profile.trainer
+    engine, trainer = profile.engines[0], profile.trainer
     if engine.tensor_parallel > 1 and traits_of(profile).lora:
         yield Problem(
             "adapters in single copy need the whole model on one GPU, but a tensor-parallel "
@@ -613,8 +616,11 @@ def _single_copy_place(profile: Profile) -> Iterator[Problem]:
             workers = f" and vllm.tensor_parallel = {count}" if count != engine.gpus_needed else ""
             fix = f"set vllm.gpus = {trainer.gpus}{workers}"
         where = f"GPU {engine.gpus}" if engine.gpus else "no GPU by name"
+        which = f"the first engine, {engine.name}," if receivers(profile) else "the engine"
+        if trainer.gpus in [other.gpus for other in receivers(profile)]:
+            fix += f", or set vllm.gpus so that GPU {trainer.gpus} comes first"
         yield Problem(
-            f"single copy needs trainer and engine on the same GPUs, and the engine has {where}",
+            f"single copy needs trainer and engine on the same GPUs, and {which} has {where}",
             f"{fix}, or leave trainer.gpus out",
             key="trainer.gpus",
         )
@@ -624,6 +630,31 @@ def _single_copy_place(profile: Profile) -> Iterator[Problem]:
             'use "auto", or set vllm.gpus = []',
             key="trainer.device",
         )
+
+
+def _beside_single_copy(profile: Profile) -> Iterator[Problem]:
+    """Engines that the trainer broadcasts to from the memory of the first."""
+    others = receivers(profile)
+    if not others:
+        return
+    first = profile.engines[0]
+    if first.tensor_parallel > 1:
+        yield Problem(
+            f"with further engines ({', '.join(each.name for each in others)}) single copy needs "
+            f"the whole model on the trainer's GPU, but {first.name} divides it among "
+            f"{first.tensor_parallel}",
+            f"set vllm.tensor_parallel = 1, vllm.gpus = {first.gpus} for one engine, or "
+            'mode = "broadcast"',
+            key="vllm.0.tensor_parallel",
+        )
+    # Without any `gpus` the stack runs on CPUs.
+    for index, section in fed_sections(profile).items() if first.gpus else ():
+        if not (section.gpus or profile.is_spread):
+            yield Problem(
+                f"{section.name} gets its weights by broadcast, so it needs a GPU of its own",
+                f"name its GPUs, other than {first.gpus}",
+                key=f"vllm.{index}.gpus",
+            )
 
 
 _UNSHARED = {

@@ -17,6 +17,7 @@ from atropos_envs.hosting.concurrency import (
     Concurrency,
     GroupMeter,
     LoadReader,
+    Targets,
     batches_ahead,
     from_environment,
 )
@@ -145,12 +146,32 @@ async def test_an_engine_that_reports_no_load_has_two_batches_in_flight() -> Non
     app.router.add_get("/engine/load", other)
     async with TestServer(app) as server, aiohttp.ClientSession() as session:
         reader = LoadReader([f"{server.make_url('/v1')}"], lambda: session)
-        assert await reader.read() is None and reader.has_no_route
+        assert await reader.read() == {} and reader.has_no_route
         away = LoadReader(["http://127.0.0.1:9/v1"], lambda: session)
-        assert await away.read() is None and not away.has_no_route, "it may only be starting"
-    target = Concurrency(32, ahead=8, share=0.5)
-    target.without_load(128)
-    assert (target.target, target.phase) == (128.0, "fixed")
+        assert await away.read() == {} and not away.has_no_route, "it may only be starting"
+    for roots in (["a"], ["a", "b"]):
+        target = Targets(Concurrency(32, ahead=8, share=0.5), roots)
+        target.without_load(128)
+        assert (target.target, target.phase) == (128.0, "fixed")
+
+
+def test_each_of_two_engines_gets_what_it_can_take() -> None:
+    """The first shares its GPU with the trainer: it has a small cache and is slowed down."""
+    engines = {"a": Engine(cache=200, slowed=0.5), "b": Engine()}
+    targets = Targets(Concurrency(32, ahead=4), list(engines))
+    assert {root: one.target for root, one in targets.each.items()} == {"a": 16.0, "b": 16.0}
+    for now in range(300):
+        own = {root: min(targets.each[root].target, engines[root].cache) for root in engines}
+        loads = {root: engine.second(own[root]) for root, engine in engines.items()}
+        targets.look(loads, own, float(now))
+    assert 100 < targets.each["a"].target <= 200
+    assert targets.each["b"].target == pytest.approx(KNEE, rel=0.2)
+    assert targets.target == sum(one.target for one in targets.each.values())
+    assert targets.phase == "cache full"
+    both = targets.target
+    targets.look({"b": loads["b"]}, own, 301.0)
+    assert targets.target < both - 100, "nothing is kept in flight for an engine that is away"
+    assert targets.phase == "knee"
 
 
 def test_what_the_plan_says_becomes_the_target() -> None:

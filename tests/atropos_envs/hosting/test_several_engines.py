@@ -55,6 +55,21 @@ def served(model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return serve
 
 
+@pytest.mark.parametrize(("weights", "share"), [((100.0, 100.0), 0.5), ((100.0, 300.0), 0.75)])
+async def test_groups_are_divided_by_what_each_engine_can_take(
+    served: Any, weights: tuple[float, float], share: float
+) -> None:
+    async with served(2) as (_, manager):
+        client = manager.servers[0]
+        first, second = client._servers
+        client.weigh({first.root: weights[0], second.root: weights[1]})
+        for _ in range(40):
+            server = client._choose()
+            server.asked += 1
+            server.under_way += 8
+        assert client.under_way_at == {first.root: 320 * (1 - share), second.root: 320 * share}
+
+
 async def group(manager: ServerManager, turns: int = 1) -> None:
     """Open a managed server for the group and send a request for each turn, as a foreign
     environment does."""

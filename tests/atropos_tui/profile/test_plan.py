@@ -443,7 +443,7 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
             "a, b",
         ),
         (
-            engines() | {"env": {"module": "json", "engine": "b"}},
+            engines() | {"mode": "lora_restart", "env": {"module": "json", "engine": "b"}},
             "env.0.engine",
             "with weights that never change",
             'mode = "broadcast"',
@@ -452,7 +452,7 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
         # GPUs and shares of them
         ({"vllm": {"gpus": [0, 0]}}, "vllm.0.gpus", "twice", "once"),
         (
-            {"vllm": {"gpus": [0, 1]}},
+            {"mode": "lora_restart", "vllm": {"gpus": [0, 1]}},
             "vllm.0.gpus",
             "an engine that takes 1",
             "vllm.tensor_parallel = 2",

@@ -98,10 +98,65 @@ def test_modes_that_feed_all_feed_each(mode: str, urls: int) -> None:
     assert all(("--enable-lora" in part.command) == (mode == "lora_only") for part in engines)
 
 
+@pytest.mark.parametrize("gpus", [[], [0, 1]])
+def test_single_copy_with_an_engine_beside_it(gpus: list[int]) -> None:
+    """The first engine shares its memory and restarts with the trainer. The other one receives."""
+    trainer = {"batch_size": 16} if gpus else CPU
+    vllm = {"gpus": gpus} if gpus else {"replicas": 2}
+    chosen = profile(vllm | {"port": 9100}, mode="shared_vllm", trainer=trainer)
+    assert problems(chosen) == []
+    planned = parts(chosen)
+    first, second = planned["vllm-0"], planned["vllm-1"]
+    assert first.env["VLLM_ENABLE_SHARED_WEIGHTS"] == "1"
+    assert first.restart_with == ["trainer"] and first.clears
+    assert "ATROPOS_WEIGHT_UPDATES" not in first.env
+    assert second.env["ATROPOS_WEIGHT_UPDATES"] == "1" and second.env["ATROPOS_HOLD_GENERATION"]
+    assert second.restart_with == [] == second.clears
+    assert "VLLM_ENABLE_SHARED_WEIGHTS" not in second.env
+    assert planned["trainer"].gpus == gpus[:1]
+    settings = training_config(make_site(chosen, RUN_DIR, run_id="r"))
+    assert settings.mode == "shared_vllm" and settings.sends_weights
+    assert settings.engine_urls == ["http://127.0.0.1:9100", "http://127.0.0.1:9101"]
+    assert settings.vllm_urls == settings.engine_urls[1:]
+    assert str(settings.vllm_config_path).startswith(f"{RUN_DIR}/bridge/vllm-0/")
+    urls = planned["env"].env[ENV_ENGINE_URLS].split()
+    assert urls == [f"{url}/v1" for url in settings.engine_urls]
+
+
 @pytest.mark.parametrize(
     ("mode", "vllm", "more", "key", "reason"),
     [
-        ("shared_vllm", {"replicas": 2}, {}, "vllm.0.replicas", "feeds one in this mode"),
+        (
+            "shared_vllm",
+            {"gpus": [0, 1, 2, 3], "tensor_parallel": 2},
+            {"device": "auto"},
+            "vllm.0.tensor_parallel",
+            "needs the whole model on the trainer's GPU",
+        ),
+        (
+            "shared_vllm",
+            {"gpus": [0, 1]},
+            {"gpus": [1], "device": "auto"},
+            "trainer.gpus",
+            "the first engine, vllm-0, has GPU [0]",
+        ),
+        (
+            "shared_vllm",
+            [{"name": "a", "gpus": [0]}, {"name": "b", "port": 9002}],
+            {"device": "auto"},
+            "vllm.1.gpus",
+            "b gets its weights by broadcast, so it needs a GPU of its own",
+        ),
+        (
+            "shared_vllm",
+            [
+                {"name": "a", "gpus": [0], "gpu_memory_utilization": 0.4},
+                {"name": "b", "port": 9002, "gpus": [0], "gpu_memory_utilization": 0.4},
+            ],
+            {"device": "auto"},
+            "vllm.1.gpus",
+            "trainer and engine share GPU 0",
+        ),
         ("lora_restart", {"replicas": 2}, {}, "vllm.0.replicas", "feeds one in this mode"),
         (
             "lora_only",

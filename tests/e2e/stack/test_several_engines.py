@@ -49,7 +49,7 @@ def log_of(run: RunDir, component: str) -> str:
     )
 
 
-@pytest.mark.parametrize("mode", ["none", "broadcast"])
+@pytest.mark.parametrize("mode", ["none", "broadcast", "shared_vllm"])
 def test_each_engine_gets_its_share_and_every_version(
     stack: Callable[..., LiveStack], mode: str
 ) -> None:
@@ -75,10 +75,8 @@ def test_each_engine_gets_its_share_and_every_version(
     assert None not in lags and max(lags) <= 3, "rollouts of both engines have a known version"
     assert {record.verdict for record in run.telemetry("alignment")} == {"ok"}
     for name, port in zip(NAMES, (first, first + 1), strict=True):
-        assert (
-            f":{port} answers with weight version" in log_of(run.run, "trainer")
-            or mode == "broadcast"
-        ), name
+        told = f":{port} answers with weight version" in log_of(run.run, "trainer")
+        assert told or mode == "broadcast" or (mode, name) == ("shared_vllm", "vllm-0"), name
     run.assert_nothing_left()
 
 
@@ -107,4 +105,54 @@ def test_an_engine_that_is_killed_costs_no_rollout_and_comes_back(
     assert {s.attempt for s in run.states("trainer")} == {1} and {
         s.attempt for s in run.states("arithmetic")
     } == {1}
+    run.assert_nothing_left()
+
+
+def versions(first: int) -> list[int]:
+    """Weight version that each engine answers with."""
+    pages = [
+        httpx.get(f"http://127.0.0.1:{first + index}/health_generate", timeout=20).json()
+        for index in range(2)
+    ]
+    return [page["weight_version"] for page in pages]
+
+
+@pytest.mark.timeout(900)
+def test_single_copy_with_an_engine_beside_it_survives_each_of_them(
+    stack: Callable[..., LiveStack],
+) -> None:
+    """The engine with a copy of its own comes back alone, with the present weights. The other one
+    takes the trainer along, and no step is lost."""
+    first = free_pair()
+    run = stack(
+        mode="shared_vllm",
+        vllm__port=first,
+        vllm__replicas=2,
+        trainer__training_steps=5000,
+        trainer__checkpoint_interval=0,
+    )
+    run.until_step(5, timeout=240)
+
+    def back(name: str, since: float) -> bool:
+        return any(s.new == "healthy" and s.time > since for s in run.states(name))
+
+    for name in ("vllm-1", "vllm-0"):
+        os.kill(run.pid_of(name), signal.SIGKILL)
+        killed = time.time()
+        run.until(lambda name=name, at=killed: back(name, at), 240, f"{name} healthy again")
+        run.until_step(len(run.steps()) + 4, timeout=240)
+        seen = versions(first)
+        assert abs(seen[0] - seen[1]) <= 1 and min(seen) >= len(run.steps()) - 2, (name, seen)
+    run.cli("down", timeout=180)
+    run.wait(timeout=60)
+    attempts = {
+        name: {s.attempt for s in run.states(name)} for name in (*NAMES, "trainer", "arithmetic")
+    }
+    assert attempts == {"vllm-0": {1, 2}, "vllm-1": {1, 2}, "trainer": {1, 2}, "arithmetic": {1}}
+    steps = [step.step for step in run.telemetry("step")]
+    assert steps == list(range(1, len(steps) + 1)), "no step is lost or repeated"
+    alignments = run.telemetry("alignment")
+    assert {record.verdict for record in alignments} == {"ok"}
+    assert sum(bool(record.probe_tokens) for record in alignments) >= 10, "of both, by turns"
+    assert any(record.left_out for record in run.telemetry("sync")), "one was away meanwhile"
     run.assert_nothing_left()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -614,8 +615,10 @@ def test_shipped_profiles_fit_on_80_gb_cards(name: str) -> None:
     fit."""
     profile, _ = load_profile(name)
     site = make_site(profile, Path("/runs/r"), run_id="r")
-    cards = max([0, *profile.vllm[0].gpus, *profile.trainer.gpus]) + 1
+    engines = [gpu for engine in profile.engines for gpu in engine.gpus]
+    cards = max([0, *engines, *profile.trainer.gpus]) + 1
     there = inventory(f"{cards}xH100", QWEN25_14B if "14B" in profile.model else QWEN3_1_7B)
+    there = replace(there, models={each.name: there.models["vllm"] for each in profile.vllm})
     after, _ = settle(site, there)
     assert (
         fits(site_budget(after, there)) and (after.profile == profile) is not name.endswith("-tp2")

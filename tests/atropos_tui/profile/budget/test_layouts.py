@@ -55,6 +55,7 @@ QWEN25_72B = QWEN25_14B | {
 }
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "broadcast": ("2xH100", QWEN3_1_7B),
+    "two-cards": ("2xH100", QWEN3_1_7B),
     "none": ("2xH100", QWEN3_1_7B),
     "lora": ("2xH100", QWEN3_1_7B),
     "lora-restart": ("1xH100", QWEN3_1_7B),
@@ -193,7 +194,7 @@ def test_a_layout_says_only_what_differs(name: str) -> None:
     engine = profile.vllm[0]
     assert len(engine.gpus) == engine.tensor_parallel * (3 if name.endswith("nodes") else 1)
     shared = set(engine.gpus) & set(profile.trainer.gpus)
-    assert bool(shared) == name.endswith(("-lora-restart", "-single-copy-tp2"))
+    assert bool(shared) == name.endswith(("-lora-restart", "-single-copy-tp2", "-two-cards"))
 
 
 def test_the_layouts_of_the_guides_that_run_are_all_there() -> None:
@@ -240,12 +241,13 @@ def test_plan_says_when_this_machine_cannot_run_a_layout(
     wanted = 0 if name in ON_CPU else 2
     assert run(["plan", name]) == wanted
     shown = capsys.readouterr()
-    assert f"{name}: mode {load_profile(name)[0].mode}," in shown.out and (
-        "vllm.gpus: GPU 0" in shown.err
-    ) == (wanted == 2)
+    profile, _ = load_profile(name)
+    engines = [profile.short_key(f"vllm.{index}.gpus") for index in range(len(profile.vllm))]
+    assert f"{name}: mode {profile.mode}," in shown.out
+    assert all(key in shown.err for key in engines) == (wanted == 2)
     assert run(["plan", name, "--json"]) == wanted
     keys = [problem["key"] for problem in json.loads(capsys.readouterr().out)["problems"]]
-    assert keys == (["vllm.gpus", "trainer.gpus"] if wanted else [])
+    assert keys == ([*engines, "trainer.gpus"] if wanted else [])
 
 
 def test_a_kv_cache_that_is_too_large_is_named(
