@@ -298,7 +298,9 @@ def _trainer_gpus(profile: Profile) -> Iterator[Problem]:
                 reason, "name each once: every rank needs its own GPU", key="trainer.gpus"
             )
     elif traits_of(profile).shares_memory:
-        yield from _single_copy_ranks(profile, gpus, ranks)
+        # The number of workers may be the mistake.
+        if not any(_beside_single_copy(profile)):
+            yield from _single_copy_ranks(profile, gpus, ranks)
     elif gpus and ranks != len(gpus):
         reason = (
             f"{counted(ranks, 'rank')} and {counted(len(gpus), 'GPU')}: each rank needs one GPU"
