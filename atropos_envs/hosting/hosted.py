@@ -637,7 +637,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         await super().get_server_info()
         if self.queue_slots is not None:
             whole = from_environment(os.environ, max(1, self.config.batch_size))
-            self.concurrency = whole and Targets(whole, self._loads.roots)
+            self.concurrency = None if whole is None else Targets(whole, self._loads.roots)
         reach(REGISTERED)
         log.info("registered as environment %d at step %d", self.env_id, self.curr_step)
 

@@ -167,15 +167,15 @@ def measure(options: argparse.Namespace, layout: str, folder: Path) -> dict[str,
 def shares(root: Path) -> dict[str, Any]:
     """Summarize the trainer's records without the first steps, which compile; empty before there
     are others."""
-    measured = [r for r in records(root / "telemetry.jsonl") if (r.step or 0) > WARM]
-    timings = [r for r in measured if isinstance(r, TimingRecord)]
+    found = records(root / "telemetry.jsonl")
+    timings = [r for r in found if isinstance(r, TimingRecord) and (r.step or 0) > WARM]
     if not timings:
         return {}
-    checks = [r for r in measured if isinstance(r, AlignmentRecord)]
+    checks = [r for r in found if isinstance(r, AlignmentRecord) and (r.step or 0) > WARM]
     probes = [r.probe_diff_abs_mean for r in checks if r.probe_diff_abs_mean is not None]
     lags = [
         r.policy_lag_max
-        for r in measured
+        for r in found
         if isinstance(r, StepRecord) and r.policy_lag_max is not None
     ]
     idle = [
