@@ -255,9 +255,9 @@ def crowded(profile: Profile) -> Iterator[Problem]:
     """GPUs that are used twice: by engines whose shares exceed 1, or by the trainer of a
     broadcast and an engine."""
     on: defaultdict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
-    shares = traits_of(profile).shares_memory
+    one_copy = traits_of(profile).shares_memory
     # In single copy a trainer that names other GPUs than the first engine's is another problem.
-    alone = profile.engines[0].gpus if shares else profile.trainer.gpus
+    alone = profile.engines[0].gpus if one_copy else profile.trainer.gpus
     own = {("", gpu) for gpu in alone if not profile.is_spread}
     own |= {
         (placement.node, gpu) for placement in trainer_placements(profile) for gpu in placement.gpus
@@ -291,7 +291,7 @@ def crowded(profile: Profile) -> Iterator[Problem]:
             )
             fix = (
                 f"name other GPUs for {section.name}, which gets its weights by broadcast"
-                if shares
+                if one_copy
                 else 'give each its own GPUs, or use mode = "shared_vllm"'
             )
             yield Problem(reason, fix, key=f"vllm.{index}.gpus")
