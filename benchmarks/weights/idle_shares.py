@@ -35,7 +35,7 @@ from atropos_common.protocol.trainer_records import AlignmentRecord, StepRecord,
 from atropos_common.system.run_dir import ENV_AHEAD, ENV_CONCURRENCY
 from atropos_envs.hosting.base import StackEnv, run
 from atropos_envs.hosting.evaluation import Graded
-from atropos_tui.profile.plan import MOST_AHEAD
+from atropos_tui.profile.builders.environment import MOST_AHEAD
 from benchmarks.large_models import records
 from benchmarks.situations import Watch
 from benchmarks.support.children import free_ports, up

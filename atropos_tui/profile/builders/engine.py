@@ -107,7 +107,6 @@ def engine_specs(
         _engine_command(site, section, settings, _engine_part(site, section, placements, rank))
         for rank in range(len(names))
     ]
-    fed = is_fed(site, section)
     place = site.place(section.node if site.profile.is_spread else None)
     shared = is_shared(site.profile, section)
     manifest = str(site.run.manifest(section.name))

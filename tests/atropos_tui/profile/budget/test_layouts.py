@@ -247,6 +247,11 @@ def test_plan_says_when_this_machine_cannot_run_a_layout(
     assert all(key in shown.err for key in engines) == (wanted == 2)
     assert run(["plan", name, "--json"]) == wanted
     keys = [problem["key"] for problem in json.loads(capsys.readouterr().out)["problems"]]
+    if len(engines) > 1:
+        engines = [
+            f'{key} ([[vllm]] "{section.name}")'
+            for key, section in zip(engines, profile.vllm, strict=True)
+        ]
     assert keys == ([*engines, "trainer.gpus"] if wanted else [])
 
 
