@@ -392,14 +392,18 @@ class _Builder:
         )
         if on_gpu:
             self.add(names, "trainer", "CUDA context", CONTEXT, estimate=True)
-        if self.traits.shares_memory and (others := receivers(self.profile)):
-            # A tensor larger than a chunk travels whole.
-            size = SLOTS * max(CHUNK_BYTES, largest_of(model.shapes) * width)
-            self.add(names, "trainer", "broadcast buffers", size, f"for {_names(others)}")
+        self._broadcast_buffers(names, largest_of(model.shapes) * width)
         if sharded:
             size, what = gathered_bytes(model, width, trains=not self.traits.lora)
             self.add(names, "trainer", "gathered layers", size, what, estimate=True)
         self._activations(names, model, trained, step)
+
+    def _broadcast_buffers(self, names: list[str], largest: int) -> None:
+        """What single copy needs to send weights to further engines."""
+        if self.traits.shares_memory and (others := receivers(self.profile)):
+            # A tensor larger than a chunk travels whole.
+            size = SLOTS * max(CHUNK_BYTES, largest)
+            self.add(names, "trainer", "broadcast buffers", size, f"for {_names(others)}")
 
     def _activations(self, names: list[str], model: Model, trained: Shapes, step: int) -> None:
         settings, on_gpu = self.settings, not is_host(names[0])

@@ -17,6 +17,8 @@ from atropos_common.net.ports import is_loopback, is_wildcard
 from atropos_common.protocol.bridge import LORA_RANKS, ROUTING_FLAG, server_rank
 from atropos_tui.cluster.checks import check_nodes, crowded, unused_gpus
 from atropos_tui.errors import Problem
+from atropos_tui.profile.checks import single_copy
+from atropos_tui.profile.checks.single_copy import flag_key
 from atropos_tui.profile.errors import (
     as_keys,
     counted,
@@ -55,7 +57,6 @@ from trainer_core.config import TrainingConfig, never_filled, sharding_contradic
 
 MAX_REASON = 1000
 """Characters of a reason or fix: both may quote the profile."""
-SAFE_LOADING = ("auto", "safetensors", "pt", "hf", "mistral", "fastsafetensors")
 """Load formats that store each weight as the model has it."""
 PROCESSED = "processed_logprobs"
 IN_ARGV = (
@@ -84,9 +85,9 @@ def check_profile(site: Site) -> list[Problem]:
     problems += [*_logprobs(profile), *_fed_urls(site)]
     if site.traits.shares_memory:
         problems += [
-            *_beside_single_copy(profile),
-            *_single_copy_place(profile),
-            *_single_copy_flags(profile.vllm[0], adapters=site.traits.lora),
+            *single_copy.check_further_engines(profile),
+            *single_copy.check_place(profile),
+            *single_copy.check_flags(profile.vllm[0], adapters=site.traits.lora),
         ]
     if site.traits.other_gpus and not profile.is_spread:
         problems += _other_gpus(profile)
@@ -107,7 +108,7 @@ def check_profile(site: Site) -> list[Problem]:
         for reason in sharding_contradictions(settings, trainer_ranks(profile))
     ]
     if site.traits.shares_memory:
-        problems += _single_copy_type(profile.vllm[0], settings)
+        problems += single_copy.check_dtype(profile.vllm[0], settings)
     if settings.routing_replay:
         problems += [
             found
@@ -299,30 +300,13 @@ def _trainer_gpus(profile: Profile) -> Iterator[Problem]:
             )
     elif traits_of(profile).shares_memory:
         # The number of workers may be the mistake.
-        if not any(_beside_single_copy(profile)):
-            yield from _single_copy_ranks(profile, gpus, ranks)
+        if not any(single_copy.check_further_engines(profile)):
+            yield from single_copy.check_ranks(profile, gpus, ranks)
     elif gpus and ranks != len(gpus):
         reason = (
             f"{counted(ranks, 'rank')} and {counted(len(gpus), 'GPU')}: each rank needs one GPU"
         )
         yield Problem(reason, f"set it to {len(gpus)}, or leave it out", key="trainer.processes")
-
-
-def _single_copy_ranks(profile: Profile, gpus: list[int], ranks: int) -> Iterator[Problem]:
-    """Ranks that differ from the engine's workers because of `trainer.processes`."""
-    # In single copy rank i trains on the memory of worker i.
-    workers = profile.vllm[0].tensor_parallel
-    same_gpus = profile.is_spread or profile.trainer.gpus in ([], profile.engines[0].gpus)
-    if ranks != workers and same_gpus and len(gpus) in (0, workers):
-        given = "" if profile.trainer.processes else " (it is not set, which means 1)"
-        reason = (
-            f"{counted(ranks, 'rank')}{given} for {counted(workers, 'worker')} of the engine: in "
-            f"single copy each"
-        )
-        fix = f"set it to {workers}" + (", or leave it out" if gpus or workers == 1 else "")
-        yield Problem(
-            f"{reason} rank shares the memory of one worker", fix, key="trainer.processes"
-        )
 
 
 def _fed(profile: Profile) -> Iterator[Problem]:
@@ -597,118 +581,8 @@ def _logprobs(profile: Profile) -> Iterator[Problem]:
                 f"{mode!r} are not the logprobs of the sampling distribution, which the "
                 f"trainer's ratios need",
                 f'use "{PROCESSED}", or leave it out',
-                key=_flag_key(index, engine, "logprobs-mode"),
+                key=flag_key(index, engine, "logprobs-mode"),
             )
-
-
-def _single_copy_place(profile: Profile) -> Iterator[Problem]:
-    engine, trainer = profile.engines[0], profile.trainer
-    if engine.tensor_parallel > 1 and traits_of(profile).lora:
-        yield Problem(
-            "adapters in single copy need the whole model on one GPU, but a tensor-parallel "
-            "engine divides it",
-            "set tensor_parallel = 1, or trainer.single_copy = false with separate GPUs for "
-            "the trainer",
-            key="vllm.0.tensor_parallel",
-        )
-    if trainer.gpus and trainer.gpus != engine.gpus:
-        fix = f"set trainer.gpus = {engine.gpus}"
-        if not engine.gpus:
-            count = len(trainer.gpus)
-            workers = f" and vllm.tensor_parallel = {count}" if count != engine.gpus_needed else ""
-            fix = f"set vllm.gpus = {trainer.gpus}{workers}"
-        where = f"GPU {engine.gpus}" if engine.gpus else "no GPU by name"
-        which = f"the first engine, {engine.name}," if receivers(profile) else "the engine"
-        if trainer.gpus in [other.gpus for other in receivers(profile)]:
-            fix += f", or set vllm.gpus so that GPU {trainer.gpus} comes first"
-        yield Problem(
-            f"single copy needs trainer and engine on the same GPUs, and {which} has {where}",
-            f"{fix}, or leave trainer.gpus out",
-            key="trainer.gpus",
-        )
-    if engine.gpus and trainer.settings.get("device") == "cpu":
-        yield Problem(
-            f"single copy shares the engine's memory, which is on GPU {engine.gpus}",
-            'use "auto", or set vllm.gpus = []',
-            key="trainer.device",
-        )
-
-
-def _beside_single_copy(profile: Profile) -> Iterator[Problem]:
-    """Engines that the trainer broadcasts to from the memory of the first."""
-    others = receivers(profile)
-    if not others:
-        return
-    first = profile.engines[0]
-    if first.tensor_parallel > 1:
-        yield Problem(
-            f"with further engines ({', '.join(each.name for each in others)}) single copy needs "
-            f"the whole model on the trainer's GPU, but {first.name} divides it among "
-            f"{first.tensor_parallel}",
-            f"set vllm.tensor_parallel = 1, vllm.gpus = {first.gpus} for one engine, or "
-            'mode = "broadcast"',
-            key="vllm.0.tensor_parallel",
-        )
-    # Without any `gpus` the stack runs on CPUs.
-    for index, section in fed_sections(profile).items() if first.gpus else ():
-        if not (section.gpus or profile.is_spread):
-            yield Problem(
-                f"{section.name} gets its weights by broadcast, so it needs a GPU of its own",
-                f"name its GPUs, other than {first.gpus}",
-                key=f"vllm.{index}.gpus",
-            )
-
-
-_UNSHARED = {
-    "quantization": "quantized weights cannot be trained in place",
-    "enable-sleep-mode": "a sleeping engine frees the memory of its weights, which the trainer "
-    "uses",
-    "enable-lora": "adapters wrap the layers whose weights are shared",
-}
-"""vLLM flags with which a weight in memory differs from the trainer's."""
-
-
-def _flag_key(index: int, engine: EngineSection, name: str) -> str:
-    return f"vllm.{index}.args.{engine.flag_key(name)}"
-
-
-def _single_copy_flags(engine: EngineSection, *, adapters: bool) -> Iterator[Problem]:
-    for name, why in _UNSHARED.items():
-        if adapters and name == "enable-lora":
-            continue
-        if engine.flag(name) not in (None, False):
-            yield Problem(why, "remove it, or use another mode", key=_flag_key(0, engine, name))
-    for name in ("pipeline-parallel-size", "data-parallel-size"):
-        if engine.flag_number(name, 1) > 1:
-            fix = "set it to 1, or remove it"
-            yield Problem(
-                "single copy attaches to one process of vLLM", fix, key=_flag_key(0, engine, name)
-            )
-    if engine.flag_number("cpu-offload-gb", 0) > 0:
-        reason = "weights on the host cannot be shared with the trainer"
-        yield Problem(reason, "remove it", key=_flag_key(0, engine, "cpu-offload-gb"))
-    loading = engine.flag("load-format")
-    if loading is not None and loading not in SAFE_LOADING:
-        reason = f"single copy cannot share weights that were loaded as {loading!r}"
-        yield Problem(
-            reason,
-            f"use one of: {', '.join(SAFE_LOADING)}",
-            key=_flag_key(0, engine, "load-format"),
-        )
-
-
-_TYPES = {"half": "float16", "float": "float32"}
-
-
-def _single_copy_type(engine: EngineSection, settings: TrainingConfig) -> Iterator[Problem]:
-    # "auto" follows the model's own type, which is unknown here.
-    theirs = _TYPES.get(engine.dtype or "", engine.dtype)
-    if theirs is not None and "auto" not in (theirs, settings.dtype) and theirs != settings.dtype:
-        yield Problem(
-            f"single copy has one set of weights, and trainer.dtype is {settings.dtype}",
-            f"set it to {settings.dtype!r}, or leave it out",
-            key="vllm.0.dtype",
-        )
 
 
 def _other_gpus(profile: Profile) -> Iterator[Problem]:
@@ -756,14 +630,14 @@ def _routing(index: int, engine: EngineSection, *, on_gpu: bool) -> Iterator[Pro
     if engine.flag(ROUTING_FLAG) is False:
         reason = "trainer.routing_replay needs this engine's expert choices"
         yield Problem(
-            reason, "remove it: the plan sets it", key=_flag_key(index, engine, ROUTING_FLAG)
+            reason, "remove it: the plan sets it", key=flag_key(index, engine, ROUTING_FLAG)
         )
     if (stages := engine.flag_number("pipeline-parallel-size", 1)) > 1:
         reason = (
             f"vLLM records no experts over {stages} pipeline stages, but trainer.routing_replay "
             f"needs them"
         )
-        key = _flag_key(index, engine, "pipeline-parallel-size")
+        key = flag_key(index, engine, "pipeline-parallel-size")
         yield Problem(reason, "use tensor_parallel, or leave trainer.routing_replay out", key=key)
     # On a GPU vLLM itself keeps the experts, beside the blocks of its prefix cache.
     off = engine.flag("enable-prefix-caching") is False or engine.flag("no-enable-prefix-caching")
@@ -774,17 +648,17 @@ def _routing(index: int, engine: EngineSection, *, on_gpu: bool) -> Iterator[Pro
             "vLLM records experts only with its prefix cache, and trainer.routing_replay needs "
             "them",
             "remove it, or leave trainer.routing_replay out",
-            key=_flag_key(index, engine, given),
+            key=flag_key(index, engine, given),
         )
 
 
 def _adapters(index: int, engine: EngineSection, settings: TrainingConfig) -> Iterator[Problem]:
     given = engine.flag("max-lora-rank")
-    key = _flag_key(index, engine, "max-lora-rank")
+    key = flag_key(index, engine, "max-lora-rank")
     # vLLM allots slots only for these ranks.
     ranks = ", ".join(map(str, LORA_RANKS))
     if engine.flag("enable-lora") is False:
-        off = _flag_key(index, engine, "enable-lora")
+        off = flag_key(index, engine, "enable-lora")
         yield Problem("this mode serves adapters", "remove it: the plan sets it", key=off)
     if given is not None and given not in LORA_RANKS:
         yield Problem(f"vLLM does not accept rank {given}", f"use one of: {ranks}", key=key)

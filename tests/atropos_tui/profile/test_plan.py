@@ -634,17 +634,14 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
             "over 2 pipeline stages",
             "tensor_parallel",
         ),
-        (
-            REPLAY | {"vllm": {"args": {"enable_prefix_caching": False}}},
-            "vllm.0.args.enable_prefix_caching",
-            "only with its prefix cache",
-            "routing_replay",
-        ),
-        (
-            REPLAY | {"vllm": {"args": {"no-enable-prefix-caching": True}}},
-            "vllm.0.args.no-enable-prefix-caching",
-            "only with its prefix cache",
-            "routing_replay",
+        *(
+            (
+                REPLAY | {"vllm": {"args": {key: value}}},
+                f"vllm.0.args.{key}",
+                "only with its prefix cache",
+                "routing_replay",
+            )
+            for key, value in (("enable_prefix_caching", False), ("no-enable-prefix-caching", True))
         ),
         (
             ONE_COPY | {"vllm": {"tensor_parallel": 2}},
@@ -915,11 +912,8 @@ def test_an_environment_chooses_by_pass_rate_only_in_our_host() -> None:
 
 def test_replay_lets_every_engine_that_is_fed_record_its_experts() -> None:
     for trainer, recorded in ((REPLAY["trainer"], True), ({}, False)):
-        command = next(
-            part.command
-            for part in stack(profile(trainer=trainer)).components
-            if part.role == "engine"
-        )
+        parts = stack(profile(trainer=trainer)).components
+        command = next(part.command for part in parts if part.role == "engine")
         assert ("--enable-return-routed-experts" in command) is recorded
 
 
