@@ -364,10 +364,9 @@ class _Builder:
         narrow = half and settings.gradient_dtype == "bfloat16"
         size = (2 if narrow else model_math.GRADIENT_BYTES) * parameters
         add("gradients", size, f"{'bfloat16' if narrow else 'float32'}{part}")
-        away, hosts = settings.optimizer_offload and on_gpu, [*dict.fromkeys(map(host_of, names))]
+        away = settings.optimizer_offload and on_gpu
         optimizer = effective_optimizer(settings, on_gpu=on_gpu)
-        # The optimizer step converts weights to float32 one part at a time; by then the activations
-        # are freed.
+        # The optimizer step converts weights to float32 by parts, when no activations are left.
         masters = model_math.MASTER_BYTES[settings.master_weights] if half else 0
         # Adapter states are whole on every rank; `add` divides by the number of ranks.
         whole = len(names) if self.traits.lora else 1
@@ -376,6 +375,7 @@ class _Builder:
             # Host tensors: the masters, and two optimizer states of equal width.
             widths = [masters] * bool(masters) + [model_math.STATE_BYTES[optimizer] // 2] * 2
             size = model_math.pinned_bytes(trained.values(), [width for width in widths if width])
+            hosts = [*dict.fromkeys(map(host_of, names))]
             note = f"{settings.master_weights}, {optimizer}: optimizer_offload"
             add("masters, states", size, note, at=hosts)
         else:
@@ -390,16 +390,16 @@ class _Builder:
             offloaded=away,
             largest=largest_of(trained) // (len(names) if sharded else 1),
         )
+        self._broadcast_buffers(names, largest_of(model.shapes) * width)
         if on_gpu:
             self.add(names, "trainer", "CUDA context", CONTEXT, estimate=True)
-        self._broadcast_buffers(names, largest_of(model.shapes) * width)
         if sharded:
             size, what = gathered_bytes(model, width, trains=not self.traits.lora)
             self.add(names, "trainer", "gathered layers", size, what, estimate=True)
         self._activations(names, model, trained, step)
 
     def _broadcast_buffers(self, names: list[str], largest: int) -> None:
-        """What single copy needs to send weights to further engines."""
+        """Buffers in which single copy sends weights to further engines."""
         if self.traits.shares_memory and (others := receivers(self.profile)):
             # A tensor larger than a chunk travels whole.
             size = SLOTS * max(CHUNK_BYTES, largest)

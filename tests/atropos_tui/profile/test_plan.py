@@ -638,8 +638,7 @@ def program(*command: str, **variables: str) -> dict[str, Any]:
             (
                 REPLAY | {"vllm": {"args": {key: value}}},
                 f"vllm.0.args.{key}",
-                "only with its prefix cache",
-                "routing_replay",
+                *("only with its prefix cache", "routing_replay"),
             )
             for key, value in (("enable_prefix_caching", False), ("no-enable-prefix-caching", True))
         ),
@@ -913,7 +912,7 @@ def test_an_environment_chooses_by_pass_rate_only_in_our_host() -> None:
 def test_replay_lets_every_engine_that_is_fed_record_its_experts() -> None:
     for trainer, recorded in ((REPLAY["trainer"], True), ({}, False)):
         parts = stack(profile(trainer=trainer)).components
-        command = next(part.command for part in parts if part.role == "engine")
+        (command,) = (part.command for part in parts if part.role == "engine")
         assert ("--enable-return-routed-experts" in command) is recorded
 
 
