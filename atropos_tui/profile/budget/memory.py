@@ -390,20 +390,20 @@ class _Builder:
             offloaded=away,
             largest=largest_of(trained) // (len(names) if sharded else 1),
         )
-        self._broadcast_buffers(names, largest_of(model.shapes) * width)
-        if on_gpu:
+        self._buffers(names, model, width, sharded=sharded)
+        self._activations(names, model, trained, step)
+
+    def _buffers(self, names: list[str], model: Model, width: int, *, sharded: bool) -> None:
+        """Add the CUDA context, and the buffers in which weights travel."""
+        if not is_host(names[0]):
             self.add(names, "trainer", "CUDA context", CONTEXT, estimate=True)
+        if self.traits.shares_memory and (others := receivers(self.profile)):
+            # A tensor larger than a chunk travels whole.
+            size = SLOTS * max(CHUNK_BYTES, largest_of(model.shapes) * width)
+            self.add(names, "trainer", "broadcast buffers", size, f"for {_names(others)}")
         if sharded:
             size, what = gathered_bytes(model, width, trains=not self.traits.lora)
             self.add(names, "trainer", "gathered layers", size, what, estimate=True)
-        self._activations(names, model, trained, step)
-
-    def _broadcast_buffers(self, names: list[str], largest: int) -> None:
-        """Buffers in which single copy sends weights to further engines."""
-        if self.traits.shares_memory and (others := receivers(self.profile)):
-            # A tensor larger than a chunk travels whole.
-            size = SLOTS * max(CHUNK_BYTES, largest)
-            self.add(names, "trainer", "broadcast buffers", size, f"for {_names(others)}")
 
     def _activations(self, names: list[str], model: Model, trained: Shapes, step: int) -> None:
         settings, on_gpu = self.settings, not is_host(names[0])
