@@ -33,12 +33,13 @@ from vllm_server.config import (
     remove_temporary_folder,
     take_temporary_folder,
 )
-from vllm_server.plugin import configure_logging, die_with_parent
+from vllm_server.plugin import configure_logging, die_with_parent, hide_torchcodec
 
 if multiprocessing.parent_process() is not None:
     # vLLM's child processes import this file first, so they die with the server from their first
     # moment on.
     die_with_parent()
+hide_torchcodec()
 
 HELP = f"""\
 usage: python -m vllm_server --model MODEL [--host {DEFAULT_HOST}] [--port {DEFAULT_PORT}]

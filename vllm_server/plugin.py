@@ -16,6 +16,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from atropos_common.models import engine_release
 from atropos_common.protocol.bridge import GREEDY_BELOW
 from atropos_common.system import parent_death
 from atropos_common.system.run_dir import ENV_WEIGHT_UPDATES
@@ -39,6 +40,7 @@ def register() -> None:
         return
     configure_logging()
     die_with_parent()
+    hide_torchcodec()
     if ENV_SHARED_WEIGHTS in os.environ or ENV_WEIGHT_UPDATES in os.environ:
         from vllm_server.weights.loaders import register_loaders
 
@@ -68,6 +70,17 @@ def die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None and ENV_INSTANCE_ID in os.environ:
         _tie_to_parent(parent.pid)
+
+
+def hide_torchcodec() -> None:
+    """Make PyPI's CUDA build of torchcodec look missing to vLLM for the CPU.
+
+    pip installs that build with vLLM. Beside a CPU build of torch its import raises `OSError`,
+    which vLLM does not catch. A process of the engine calls this before vLLM's media code.
+    """
+    release, codec = engine_release.installed(), engine_release.version_of("torchcodec")
+    if release and release.cpu and codec and "+cpu" not in codec:
+        sys.modules.setdefault("torchcodec", None)  # type: ignore[arg-type]
 
 
 def _tie_to_parent(pid: int) -> None:

