@@ -289,7 +289,7 @@ def _tied_routers(root: Path) -> Path:
         # The experts themselves differ much.
         for name, weight in model.model.layers[-1].mlp.experts.named_parameters():
             if "down" in name:
-                weight.mul_(4.0)
+                weight.mul_(8.0)
     model.config.num_experts_per_tok = 1
     return models.save(model, root / "moe-ties", dtype="bfloat16")
 

@@ -46,7 +46,7 @@ from trainer_core.objective.causes.weights import Hypothesis, hypotheses
 ROUNDING_FACTOR = 4.0
 HALF_FLOOR = 2e-3
 """Smallest bound in half precision, in nats."""
-NOISE_SEQUENCES = 4
+DTYPE_SEQUENCES = 4
 FEWEST = 32
 """Tokens of a group below which it proves nothing."""
 # Share of a difference that a cause may leave if it is a rounding of the weights.
@@ -57,8 +57,6 @@ UNSURE = 2.0
 """Factor on the bound below which an unexplained difference is no proof."""
 # Share of the tokens of a mixture of experts that count as free from ties of a router.
 CALM = 0.7
-# The same number of sequences gives a less certain mean where a few tokens jump.
-NOISE_SEQUENCES_ROUTED = 12
 TIES = 0.2
 """Mean difference in nats, twice the gate's bound, from which ties of a router are a fault."""
 SAMPLER_TOKENS = 256
@@ -102,7 +100,7 @@ class Diagnosis:
         self.observed = [one for o in whole if (one := _within(o, reference.vocabulary))]
         self.ours = self.expected()
         self.routed = has_routers(reference.model)
-        self.noise, self.calm_noise = self._noise(reference.half)
+        self._noise = self._rounding(reference.half)
 
     def expected(self) -> list[torch.Tensor]:
         """Return the logprobs that the engine should give to the observed tokens."""
@@ -113,37 +111,36 @@ class Diagnosis:
             ours[i] = self.reference.distribution([one.span]).logprobs(one.sampler).cpu()
         return ours
 
-    def _noise(self, half: torch.dtype | None) -> tuple[float, float]:
-        """Mean difference between float32 and half precision on this side, in nats.
+    def _rounding(self, half: torch.dtype | None) -> list[torch.Tensor]:
+        """Differences between float32 and half precision on this side, for each observed span.
 
-        The second number leaves out tokens at a tie of a router.
+        They are of the same tokens as the engine's: some texts are more sensitive to rounding.
         """
-        some = self._sequences()[: NOISE_SEQUENCES_ROUTED if self.routed else NOISE_SEQUENCES]
-        if half is None or not some:
-            return 0.0, 0.0
-        rounded = self.reference.in_half([one.span for one in some], half)
-        exact = self.reference.logprobs([one.span for one in some])
-        gaps = (torch.cat(rounded) - torch.cat(exact)).abs()
-        return float(gaps.mean()), _calm(gaps)
-
-    def _sequences(self) -> list[Observed]:
-        """Longest span of each sequence that was not asked behind a cached prefix."""
-        chosen = [one for one in self.observed if one.group in ("sampled", "prompt")]
-        return sorted(chosen or self.observed, key=lambda one: -one.span.count)
+        if half is None:
+            return [torch.zeros(1) for _ in self.observed]
+        spans = [one.span for one in self.observed]
+        exact, rounded = self.reference.logprobs(spans), self.reference.in_half(spans, half)
+        return [(a - b).abs() for a, b in zip(rounded, exact, strict=True)]
 
     @property
     def bound(self) -> float:
-        return self._bound(self.noise)
+        return self._bounds()[0]
 
     @property
     def calm_bound(self) -> float:
         """Bound for tokens free from ties of a router."""
-        return self._bound(self.calm_noise) if self.routed else self.bound
+        return self._bounds()[1]
 
-    def _bound(self, noise: float) -> float:
+    def _bounds(self, group: str = "") -> tuple[float, float]:
+        """Bounds of a group, or of all: for the mean, and for tokens free from ties of a router."""
         if self.reference.half is None:
-            return thresholds("float32").ok
-        return max(HALF_FLOOR, ROUNDING_FACTOR * noise)
+            return thresholds("float32").ok, thresholds("float32").ok
+        of = [n for n, o in zip(self._noise, self.observed, strict=True) if o.group == group]
+        gaps = [torch.cat(some) for some in (self._noise, of) if some]
+        noise = max((float(each.mean()) for each in gaps), default=0.0)
+        calm = max((_calm(each) for each in gaps), default=0.0) if self.routed else noise
+        mean_bound, calm_bound = (max(HALF_FLOOR, ROUNDING_FACTOR * each) for each in (noise, calm))
+        return mean_bound, calm_bound
 
     def find(self) -> Finding:
         """Return the groups and, where one differs, the cause."""
@@ -205,10 +202,11 @@ class Diagnosis:
         for name in dict.fromkeys(one.group for one in self.observed):
             theirs, ours = self._of(name)
             gaps = (ours - theirs).abs()
-            pairs = [(float(gaps.mean()), self.bound)]
+            mean_bound, calm_bound = self._bounds(name)
+            pairs = [(float(gaps.mean()), mean_bound)]
             if self.routed:
                 # Ties make few tokens jump, so a fault that moves all others may hide in the mean.
-                pairs.append((_calm(gaps), self.calm_bound))
+                pairs.append((_calm(gaps), calm_bound))
             mean, bound = max(pairs, key=lambda pair: pair[0] / pair[1])
             found.append(AuditGroup(name, len(gaps), mean, float(gaps.max()), bound))
         return found
@@ -236,6 +234,12 @@ class Diagnosis:
         if drawn and (prompts_agree or drawn == {"default"}):
             group = "sampled" if "sampled" in drawn else "default"
             finding.cause, _ = self.in_sampling(group) or (None, 0.0)
+            if finding.cause is None and bad == {"default"} and "sampled" in present:
+                told = (
+                    "only answers without sampling parameters differ, and no sampling explains it"
+                )
+                finding.unsure = _means(finding, told)
+                return
             if finding.cause is None and "prompt" in present:
                 finding.cause = (
                     STALE_WEIGHTS,
@@ -405,7 +409,7 @@ class Diagnosis:
         """Evidence that the engine computes in half precision although the folder says float32."""
         if self.reference.half is not None:
             return None
-        spans = panel.spans[:NOISE_SEQUENCES]
+        spans = panel.spans[:DTYPE_SEQUENCES]
         exact = torch.cat(self.reference.logprobs(spans))
         for name, dtype in reversed(HALVES.items()):
             noise = gap(torch.cat(self.reference.in_half(spans, dtype)), exact)

@@ -16,7 +16,7 @@ from atropos_common.protocol import audit as causes
 from atropos_common.protocol import trainer_records as records
 from atropos_common.protocol.audit import Audit
 from benchmarks.silent_bugs import models
-from tests.trainer_core.audit.torch_engine import SGLangLike, TorchEngine, served
+from tests.trainer_core.audit.torch_engine import Row, SGLangLike, TorchEngine, served
 from trainer_core.audit import questions
 from trainer_core.audit.__main__ import main
 from trainer_core.audit.program import Settings, audit
@@ -266,6 +266,29 @@ def test_experts_in_half_precision(tmp_path: Path) -> None:
     # Without regard to ties the bound is 0.1 nats.
     assert max(group.largest for result in results for group in result.groups) > 0.2
     assert wrong.cause == causes.CONFIG and "2 experts" in wrong.evidence, wrong
+
+
+class _UnsteadyByDefault(TorchEngine):
+    """Answers without sampling parameters carry noise in their logprobs."""
+
+    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        noise = 0.0 if "temperature" in body else 0.05
+        values = torch.randn(64, generator=torch.Generator().manual_seed(1)).tolist()
+
+        def shaken(row: Row) -> Row:
+            prompt, tokens, logprobs = row
+            return prompt, tokens, [a + noise * b for a, b in zip(logprobs, values, strict=False)]
+
+        self.alter = shaken
+        return super().complete(body)
+
+
+def test_noise_in_a_few_answers_names_no_cause(folder: Path, reference: Reference) -> None:
+    """The other answers are of these weights, so no hypothesis about weights explains it."""
+    result = asked(_UnsteadyByDefault(models.build("llama")), folder, reference)
+    assert (result.verdict, result.cause) == ("cannot tell", ""), result
+    assert result.evidence.startswith("only answers without sampling parameters differ"), result
+    assert "default 0.0" in result.evidence
 
 
 def test_the_program_prints_json_and_its_exit_code(
