@@ -56,6 +56,9 @@ def load(name: str, arguments: Tree) -> vf.Env:
     except ValidationError as error:
         raise EnvFault(_wrong_settings(name, error), exit_code=2) from None
     except ImportError as error:
+        inner = error.__cause__  # verifiers says the same of an environment that lacks a package
+        if isinstance(inner, ModuleNotFoundError) and not _names(inner, ident):
+            raise EnvFault(missing_package(inner), exit_code=2) from error
         if str(error).startswith("taskset "):
             fault = f"there is no environment {name!r} of verifiers: no package {ident!r}"
             fix = "Install it, or give its folder"
@@ -68,6 +71,12 @@ def load(name: str, arguments: Tree) -> vf.Env:
         older = isinstance(error, AttributeError | TypeError) and OLDER.search(reason)
         fix = f". {OLDER_FIX}" if older else ""
         raise EnvFault(f"{name} cannot be loaded: {reason}{fix}", exit_code=2) from error
+
+
+def _names(error: ModuleNotFoundError, ident: str) -> bool:
+    """Tell whether the missing module is the environment itself."""
+    module = ident.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
+    return error.name is None or error.name.rpartition(".")[2] == module
 
 
 def tasks_of(taskset: vf.Taskset) -> Iterator[Any]:

@@ -227,6 +227,15 @@ async def test_a_wrong_name_or_setting_is_said_in_one_line(
     assert fault.value.exit_code == 2
 
 
+async def test_a_package_that_the_environment_lacks_is_named(tmp_path: Path) -> None:
+    (tmp_path / "needy_env").mkdir()
+    (tmp_path / "needy_env" / "__init__.py").write_text("import no_such_package.part\n")
+    with pytest.raises(EnvFault, match="needs the Python package 'no_such_package'") as fault:
+        async with playing(tmp_path, str(tmp_path / "needy_env"), lambda _: "x"):
+            pass
+    assert fault.value.exit_code == 2
+
+
 async def test_an_environment_for_an_older_release_is_named(tmp_path: Path) -> None:
     (tmp_path / "older_env").mkdir()
     code = "import verifiers as vf\n\nclass Older(vf.MultiTurnEnv):\n    pass\n"
