@@ -198,12 +198,16 @@ def _is_row(widget: Widget) -> bool:
 
 def _display(widget: Widget, shown: bool | None) -> None:
     # None leaves it to the style sheet.
+    before = widget.display
     if shown is not None:
         widget.styles.display = "block" if shown else "none"
     elif widget.styles.inline.has_rule("display"):
         widget.styles.clear_rule("display")
         # `clear_rule` alone does not trigger a layout.
         widget.styles.refresh(layout=True, parent=True)
+    if widget.display != before and isinstance(parent := widget.parent, Widget):
+        # Textual keeps the parent's list of shown children, and computes its height from it.
+        parent._nodes.updated()
 
 
 def visible(root: Widget) -> Iterator[Widget]:

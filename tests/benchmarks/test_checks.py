@@ -28,6 +28,7 @@ ONLY_MEASURE = {
     "pictures",
     "planted_env",
     "screenshot",
+    "several",
     "shapes",
     "sync_trainer",
     "ui",

@@ -216,3 +216,16 @@ async def test_no_view_is_cut_off_the_line_of_views(run: RunDir, columns: int) -
         assert re.findall(r"\b(\d)\b", line) == list("0123456789")
         assert len(line) <= columns and "…" not in line
         assert ("0 Runs 1 Run 2 Train" in line) == (columns == 80)
+
+
+@pytest.mark.parametrize("away", [("6", "1"), ("F", "F"), ("2", "enter", "escape", "1")])
+async def test_the_top_row_is_as_high_as_its_table_after_other_views(
+    run: RunDir, away: tuple[str, ...]
+) -> None:
+    async with cockpit(run, (200, 50), FakeControl(live_status(run, NOW)), now) as screen:
+        await screen.until(lambda: screen.app.loaded and screen.app.query_one(Components).statuses)
+        top = screen.app.query_one("#top")
+        await screen.until(lambda: top.size.height == 8)
+        await screen.press(*away)
+        await screen.until(lambda: screen.app.views.name == "overview")
+        assert top.size.height == 8
