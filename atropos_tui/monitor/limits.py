@@ -35,9 +35,9 @@ STEPS = 5
 OWN_GPUS = "more [vllm] gpus with tensor_parallel, or mode broadcast with GPUs"
 FURTHER_ENGINE = "a further GPU in [vllm] gpus"
 """Fix in the modes in which the trainer feeds several engines."""
-# Fixes by mode, for a trainer that feeds a single engine.
+# Fixes of the other modes.
 MORE_ENGINE = {
-    "shared_vllm": f"{OWN_GPUS} for more engines",
+    "shared_vllm": f"{FURTHER_ENGINE}, with [trainer] gpus = the first of them",
     "lora_restart": "mode lora_only with more engines",
 }
 # Modes in which trainer and engine use the same GPUs.
