@@ -26,6 +26,7 @@ from typing import Any
 from benchmarks.support.chat_model import make_chat_model
 from benchmarks.support.turns import (
     A_STACK,
+    EACH_S,
     GROUP,
     Turn,
     cell,
@@ -55,7 +56,14 @@ def main() -> int:
             prefix="atropos-upstream-"
         ) as cache:  # made rows may have changed since
             os.environ |= OFFLINE | {"HF_DATASETS_CACHE": cache}
-            run_all(todo, checkout, results, adjustments, screen_only=options.screen)
+            run_all(
+                todo,
+                checkout,
+                results,
+                adjustments,
+                screen_only=options.screen,
+                patience_s=options.patience,
+            )
     print(
         table(
             [
@@ -79,6 +87,7 @@ def run_all(
     adjustments: dict[str, Any],
     *,
     screen_only: bool,
+    patience_s: float,
 ) -> None:
     """Screen all, then run what is set up, a few to a stack; a record for each as soon as its
     outcome is known."""
@@ -87,6 +96,7 @@ def run_all(
     waiting: list[Try] = []
     for each in todo:
         attempt = prepare(each, checkout, results, adjustments)
+        attempt.patience_s = patience_s
         if attempt.row["reason"] or not attempt.is_set_up(model):
             attempt.write(results)
         else:
@@ -225,6 +235,13 @@ def _options() -> argparse.Namespace:
         "--only", nargs="+", default=[], metavar="PART", help="files whose path has this in it"
     )
     parser.add_argument("--again", action="store_true", help="repeat what has a record")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=EACH_S,
+        metavar="SECONDS",
+        help="for the start of one, and for its three steps",
+    )
     parser.add_argument("--screen", action="store_true", help="import and set up only")
     parser.add_argument(
         "--table", action="store_true", help="print the table of the records and run nothing"

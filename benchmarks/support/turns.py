@@ -303,7 +303,8 @@ def _recorded_ids(run: RunDir, name: str) -> dict[str, Any]:
     taken = same = 0
     for line in _lines(run.root / RECORDING):
         for group in line["batch"]:
-            if environment(group) != name:
+            # An environment may send no logprobs: the trainer computes them.
+            if environment(group) != name or not group.get("inference_logprobs"):
                 continue
             for ids, mask, logprobs in zip(
                 group["tokens"], group["masks"], group["inference_logprobs"], strict=True
