@@ -81,6 +81,13 @@ class ChartSpec:
 HELD_OUT, QUEUE = "held-out", "queue"
 
 MEASURED = metrics_of(StepRecord) | metrics_of(AlignmentRecord) | metrics_of(TimingRecord)
+# Whole numbers, shown without decimals.
+COUNTS = frozenset(
+    name
+    for kind in (StepRecord, AlignmentRecord, TimingRecord)
+    for name, each in kind.model_fields.items()
+    if each.annotation in (int, int | None)
+)
 # Batch means and durations are smoothed. Learning rate, maxima, policy lag and counts are exact:
 # their averages would be values that never occurred.
 NOISY = frozenset(name for name, metric in MEASURED.items() if metric.smooth) | {"useful_groups"}

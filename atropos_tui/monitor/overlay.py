@@ -279,7 +279,7 @@ def final_table(runs: Sequence[RunCurves]) -> list[list[str]]:
     """Return titles and a row for each run: mode, seed and final values."""
     evaluated, count = splits(runs), last_steps(runs)
     reward = f"reward, last {counted(count, 'step')}"
-    ends = ("length", "tokens/s", "step", "duration")
+    ends = ("completion tokens", "tokens/s", "step", "duration")
     rows = [["run", "mode", SEED, "steps", reward, *evaluated, *ends]]
     for run in runs:
         metric = run.state.metric

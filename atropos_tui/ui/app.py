@@ -184,7 +184,8 @@ class CockpitApp(CommandApp):
 
     def on_mount(self) -> None:
         self.action_view("overview")
-        self.query_one(Footer).idle = self.idle_actions
+        footer = self.query_one(Footer)
+        footer.idle, footer.offers_back = self.idle_actions, lambda: self.views.is_full
         self.use_key_file(user_files.key_file())
         feed = self.feed
         for follow in (feed.follow_files, feed.follow_status, feed.follow_events, feed.follow_log):
@@ -386,6 +387,10 @@ class CockpitApp(CommandApp):
             return
         if self.from_home:
             self.action_home()
+
+    def idle_actions(self) -> tuple[str, ...]:
+        full = ("enlarge", "zoom") if self.views.is_full else ()
+        return (*super().idle_actions(), *full)
 
     def action_zoom(self) -> None:
         self.views.zoom()

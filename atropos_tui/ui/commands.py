@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -174,6 +174,7 @@ class CommandApp(BaseApp[Outcome]):
             self.notify("stopping the run; q leaves without waiting", timeout=10, markup=False)
 
 
+MOST_TOGETHER = 4  # keys of one action that the help lists one by one
 ACTS = ("act('restart')", "stop_or_start", "act('kill')")
 # Keys whose own character would be parsed as markup.
 _NAMED = {"left_square_bracket": "left bracket", "right_square_bracket": "right bracket"}
@@ -220,7 +221,9 @@ def _possible(row: ComponentStatus) -> tuple[Action, ...]:
 
 def explained(app: BaseApp[Any], widgets: Iterable[Widget]) -> dict[str, dict[str, str]]:
     """Return key and description by section: focused panel, app, views, other panels."""
-    sections: dict[str, dict[str, str]] = {}
+    # Keys by section and words; the first binding of a key is the one that works.
+    sections: dict[str, dict[str, list[str]]] = {}
+    taken: dict[str, set[str]] = {}
 
     def explain(binding: Binding) -> None:
         if binding.system or not binding.tooltip:
@@ -231,7 +234,10 @@ def explained(app: BaseApp[Any], widgets: Iterable[Widget]) -> dict[str, dict[st
             panel, words = "Views", f"{binding.description}: {binding.tooltip}"
         elif not colon or panel == "Refused":
             panel, words = "Everywhere", binding.tooltip
-        sections.setdefault(panel, {}).setdefault(app.get_key_display(binding), words)
+        keys, shown = taken.setdefault(panel, set()), app.get_key_display(binding)
+        if shown not in keys:
+            keys.add(shown)
+            sections.setdefault(panel, {}).setdefault(words, []).append(shown)
 
     # These come first in the order of the focus chain: panel, screen, app.
     for active in app.screen.active_bindings.values():
@@ -239,7 +245,7 @@ def explained(app: BaseApp[Any], widgets: Iterable[Widget]) -> dict[str, dict[st
     # Move the general sections behind the focused panel's.
     for everywhere in ("Everywhere", "Views"):
         sections[everywhere] = sections.pop(everywhere, {})
-    own = {format_key(one.key): one.description for one in app.key_file.commands}
+    own = {one.description: [format_key(one.key)] for one in app.key_file.commands}
     sections = {"Own commands": own, **sections, "Key file": problems(app.key_file)}
     here = set(sections)
     for widget in widgets:
@@ -248,10 +254,19 @@ def explained(app: BaseApp[Any], widgets: Iterable[Widget]) -> dict[str, dict[st
             if binding.tooltip.partition(": ")[0] not in here:
                 explain(binding)
     away = " (focus it with tab or a click)"
-    named = ((name if name in here else name + away, keys) for name, keys in sections.items())
-    return {name: keys for name, keys in named if keys}
+    named = ((name if name in here else name + away, rows) for name, rows in sections.items())
+    return {
+        name: {_together(keys): words for words, keys in rows.items()}
+        for name, rows in named
+        if rows
+    }
 
 
-def problems(file: KeyFile) -> dict[str, str]:
-    """Return the wrong entries of the key file, numbered."""
-    return {f"▲{number}": words for number, words in enumerate(file.problems, 1)}
+def _together(keys: Sequence[str]) -> str:
+    # `f1 to f9`, or all keys.
+    return f"{keys[0]} to {keys[-1]}" if len(keys) > MOST_TOGETHER else " ".join(keys)
+
+
+def problems(file: KeyFile) -> dict[str, list[str]]:
+    """Return the wrong entries of the key file, each with its number."""
+    return {words: [f"▲{number}"] for number, words in enumerate(file.problems, 1)}

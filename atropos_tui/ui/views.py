@@ -315,6 +315,13 @@ class Navigator:
         # Now, or the old panels are painted once more before the layout.
         main.refresh(layout=True)
         self._painter.draw([widget for widget in visible(main) if widget not in before])
+        # The footer offers the way back while a panel has the whole screen.
+        self._app.refresh_bindings()
+
+    @property
+    def is_full(self) -> bool:
+        """True while one panel has the whole screen."""
+        return self.alone is not None or self.name == ENLARGED
 
     def zoom(self) -> None:
         """Give the focused panel the whole screen, or end that."""

@@ -52,7 +52,7 @@ SCENES = {
 LIST_SCENES = {
     "runs": [],
     "runs-marked": ["R", "space", "down", "space"],
-    "runs-differ": ["c"],
+    "runs-differ": ["home", "space", "down", "space", "c"],
     "runs-note": ["n"],
     "runs-filter": ["slash", *"lr-2"],
 }
@@ -114,8 +114,8 @@ async def draw_list(
             await pilot.press(*keys)
             await pilot.pause(0.6)
             found[name] = own_fonts(app.export_screenshot(title=f"{name} {size[0]}x{size[1]}"))
-            if len(app.screen_stack) > 1:
-                await pilot.press("escape")
+            # Esc closes a dialog, then removes filter and marks.
+            await pilot.press("escape", "escape", "escape")
     return found
 
 

@@ -13,7 +13,7 @@ from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from atropos_tui.monitor.format import one_line
+from atropos_tui.monitor.format import cut, one_line
 from atropos_tui.monitor.overlay import SEED, RunCurves, differing, final_table
 from atropos_tui.monitor.run.notes import Notes
 from atropos_tui.monitor.run_list import RunRow
@@ -23,8 +23,7 @@ from atropos_tui.ui.widgets.legend import RUN_COLOURS, run_mark
 from atropos_tui.ui.widgets.panel import hidden
 
 GAP = 3
-LONGEST_VALUE = 24
-BEST = "◀ best"
+LONGEST_LABEL, LONGEST_VALUE = 32, 24
 
 
 class CompareScreen(ModalScreen[str | None]):
@@ -66,44 +65,44 @@ class CompareScreen(ModalScreen[str | None]):
             text.append(words, self._style(tone))
             text.append(f"  {one_line(Notes(row.note, row.tags).line)}\n", self._style("dim"))
         settings = [[key, *values] for key, values in differing(self._curves).items()]
-        self._add(text, "Settings that differ", marks, settings or [["none", *[""] * len(marks)]])
+        settings = settings or [["none", *[""] * len(marks)]]
         _, *figures = zip(*final_table(self._curves), strict=True)
-        skipped = ("mode", SEED)
-        results = [[title, *values] for title, *values in figures if title not in skipped]
-        self._add(text, "Results", marks, results, best="reward")
+        results = [list(row) for row in figures if row[0] not in ("mode", SEED)]
+        tables = {"Settings that differ": settings, "Results": results}
+        # Both tables have the same columns.
+        lines = [[max(tables, key=len), *marks], *settings, *results]
+        widths = [max(map(len, column)) for column in zip(*map(_cells, lines), strict=True)]
+        for heading, rows in tables.items():
+            text.append("\n")
+            self._add(text, [heading, *marks], widths, is_head=True)
+            for line in rows:
+                self._add(text, line, widths)
         return text
 
     def _add(
-        self,
-        text: Text,
-        heading: str,
-        marks: Sequence[str],
-        rows: Sequence[Sequence[str]],
-        best: str = "",
+        self, text: Text, row: Sequence[str], widths: Sequence[int], *, is_head: bool = False
     ) -> None:
-        shown = [[one_line(cell)[:LONGEST_VALUE] for cell in row[1:]] for row in rows]
-        widths = [max(map(len, cells)) for cells in zip(marks, *shown, strict=True)]
-        label = max(len(heading), *(len(row[0]) for row in rows)) + GAP
-        text.append(f"\n{heading:<{label}}", self._style("title"))
-        for at, (mark, width) in enumerate(zip(marks, widths, strict=True)):
-            colour = self._style(RUN_COLOURS[at % len(RUN_COLOURS)])
-            text.append(f"{mark:>{width}}", colour).append(" " * GAP)
+        label, *cells = _cells(row)
+        text.append(f"{label:<{widths[0]}}", self._style("title" if is_head else "dim"))
+        for at, (cell, width) in enumerate(zip(cells, widths[1:], strict=True)):
+            style = RUN_COLOURS[at % len(RUN_COLOURS)] if is_head else "plain"
+            text.append(" " * GAP).append(f"{cell:>{width}}", self._style(style))
+        if label.startswith("reward") and (best := _best(cells)):
+            text.append(" " * GAP).append(f"best: {best}", self._style("good"))
         text.append("\n")
-        for row, cells in zip(rows, shown, strict=True):
-            text.append(f"{one_line(row[0]):<{label}}", self._style("dim"))
-            for cell, width in zip(cells, widths, strict=True):
-                text.append(f"{cell:>{width}}").append(" " * GAP)
-            if best and row[0].startswith(best) and (mark := _best(marks, cells)):
-                text.append(f"best: {mark}", self._style("good"))
-            text.append("\n")
 
 
-def _best(marks: Sequence[str], cells: Sequence[str]) -> str:
+def _cells(row: Sequence[str]) -> list[str]:
+    label, *values = map(one_line, row)
+    return [cut(label, LONGEST_LABEL), *(cut(value, LONGEST_VALUE) for value in values)]
+
+
+def _best(cells: Sequence[str]) -> str:
     # The mark of the highest figure, if one stands alone.
     found = []
-    for mark, cell in zip(marks, cells, strict=True):
+    for at, cell in enumerate(cells):
         try:
-            found.append((float(cell.replace(",", "")), mark))
+            found.append((float(cell.replace(",", "")), run_mark(at)))
         except ValueError:
             continue
     top = max(found, default=None)

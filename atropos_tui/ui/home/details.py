@@ -24,6 +24,7 @@ class RunDetails(Guarded):
     """One run in a few lines."""
 
     DEFAULT_CLASSES = "panel"
+    SCOPED_CSS = False
     DEFAULT_CSS = """
     RunDetails { height: 9; }
     .-short RunDetails { height: 6; }
@@ -63,7 +64,7 @@ class RunDetails(Guarded):
         tone = self.style(self._said.tone if self._said else "dim")
         wrapped = wrap(one_line(words), max(width, 10), max_lines=SENTENCE_LINES, placeholder=" …")
         lines = [Text(line, tone, no_wrap=True) for line in wrapped]
-        note = Notes(row.note, row.tags).line or "n writes one"
+        note = Notes(row.note, row.tags).line or "none; n writes one"
         lines.append(self._labelled("note", one_line(note), "accent" if row.note else "dim"))
         if self._other:
             found = [f"{key} {one} (there {two})" for key, one, two in self._differing]

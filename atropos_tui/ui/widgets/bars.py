@@ -209,6 +209,7 @@ class ViewsLine(TextPanel):
     """Every view with its number key; a click opens a view."""
 
     DEFAULT_CLASSES = ""
+    SCOPED_CSS = False
     DEFAULT_CSS = """
     ViewsLine {
         height: 1;

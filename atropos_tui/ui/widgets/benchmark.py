@@ -204,19 +204,17 @@ class Benchmark(TextPanel, can_focus=True):
     def _mfu(self, speed: Pace) -> list[Text]:
         if speed.mfu_peak is None:
             return []
-        words = "of dense peak"
-        if speed.mfu is not None:
-            words += f", {speed.mfu:.1%} of 790"
+        words = "of dense peak" if speed.mfu is None else f"of peak, {speed.mfu:.0%} of 790"
         return [self._line("MFU", f"{speed.mfu_peak:.1%}", words)]
 
     def _engine_use(self, speed: Pace) -> list[Text]:
         lines = []
         if speed.engine_capacity is not None:
-            words = "of the most tokens/s of the engine"
+            words = "of its top tokens/s"
             lines.append(self._line("capacity", f"{speed.engine_capacity:.0%}", words))
         if speed.engine_idle is not None:
             idle = f"{speed.engine_idle:.0%}"
-            lines.append(self._line("engine idle", idle, "no requests in flight"))
+            lines.append(self._line("engine idle", idle, "nothing in flight"))
         return lines
 
     def _engine(self, view: View, name: str) -> list[Text]:
@@ -228,9 +226,11 @@ class Benchmark(TextPanel, can_focus=True):
         running, waiting = ("–" if value is None else f"{value:.0f}" for value in counts)
         hits = "" if rates.prefix_hit_rate is None else f"prefix hits {rates.prefix_hit_rate:.0%}"
         used = "–" if rates.kv_use is None else f"{rates.kv_use:.0%}"
-        words = f"tokens/s, {running} running, {waiting} waiting"
-        speed = self._line(label, number(rates.generated_per_s, 0), words)
-        return [speed, self._line("  KV cache", used, hits)]
+        return [
+            self._line(label, number(rates.generated_per_s, 0), "tokens/s"),
+            self._line("  requests", running, f"running, {waiting} waiting"),
+            self._line("  KV cache", used, hits),
+        ]
 
     def _memory(self, view: View) -> list[Text]:
         state = view.state
@@ -244,8 +244,8 @@ class Benchmark(TextPanel, can_focus=True):
         if len(gpu):
             words = f"peak, mean {bytes_text(held.mean)}" if len(held) else "peak"
             lines.append(self._line("GPU memory", bytes_text(gpu.highest), words))
-        words = f"peak memory, mean {bytes_text(rss.mean)}" if len(rss) else ""
-        lines.append(self._line("trainer", bytes_text(rss.highest), words))
+        words = f"peak, mean {bytes_text(rss.mean)}" if len(rss) else ""
+        lines.append(self._line("trainer RSS", bytes_text(rss.highest), words))
         stack, words = (bytes_text(sum(total)), "memory of all") if total else ("–", "")
         return [*lines, self._line("stack", stack, words)]
 
@@ -255,7 +255,7 @@ class Summary(VerticalScroll, Panel):
 
     DEFAULT_CSS = """
     Summary { width: 1fr; height: 1fr; }
-    Summary > #summary-text { width: auto; }
+    Summary > #summary-text { width: 100%; }
     """
 
     def __init__(self) -> None:
@@ -282,7 +282,11 @@ class Summary(VerticalScroll, Panel):
         if view.other:
             about = f"vs {one_line(view.other.run)} (x = ratio to this run)"
         self.set_title(title("Summary", (about, "quiet")))
+        # The rules of the summary, and its first line, are wider than a narrow panel.
+        room = self.scrollable_content_region.width
+        lines = (line[:room] if set(line) == {"="} else line for line in text.splitlines())
+        text = "\n".join(lines)
         # An update causes a new layout, so skip it without a change.
         if text != self._text:
             self._text = text
-            self.query_one("#summary-text", Static).update(Text(text, no_wrap=True))
+            self.query_one("#summary-text", Static).update(Text(text, no_wrap=bool(view.runs)))

@@ -190,6 +190,8 @@ class Chart(Panel, can_focus=True):
         self._prepared_for: object = None
         self._strips: list[Strip] = []
         self._traces: list[Trace] = []
+        # Ends of the x axis.
+        self._first = self._last = 0.0
         # The plot starts with a legend line, because the title has no space for the names.
         self._has_legend = False
 
@@ -209,6 +211,22 @@ class Chart(Panel, can_focus=True):
         if self.size:
             self._prepare(view)
             self.set_title(self._title(view))
+            self._name_marks()
+
+    def _name_marks(self) -> None:
+        # On the focused chart alone: the names are the same on all.
+        words = ""
+        if self.view and self.has_focus and not self.spec.over_seconds:
+            seen = {mark.kind for at, mark in self.view.marks if self._first <= at <= self._last}
+            words = "  ".join(f"{mark} {kind}" for kind, mark in MARKS.items() if kind in seen)
+        if words != self.border_subtitle:
+            self.border_subtitle = words
+
+    def on_focus(self) -> None:
+        self._name_marks()
+
+    def on_blur(self) -> None:
+        self._name_marks()
 
     def on_resize(self) -> None:
         # Another title may fit, and the number of points depends on the width.

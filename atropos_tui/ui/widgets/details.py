@@ -14,7 +14,7 @@ from textual.widgets import Static
 from atropos_common.protocol.control import ComponentStatus, Role
 from atropos_common.protocol.trainer_records import RanksRecord
 from atropos_tui.monitor.bench import PARTS
-from atropos_tui.monitor.charts import CHARTS, MARKS, WRITERS, chart_of, value_at
+from atropos_tui.monitor.charts import CHARTS, COUNTS, MARKS, WRITERS, chart_of, value_at
 from atropos_tui.monitor.format import (
     bytes_text,
     clock,
@@ -220,4 +220,6 @@ class StepPanel(TextPanel):
         # The end of a metric's name tells more than its beginning.
         cut = cut if len(cut) <= COLUMN - 12 else f"…{cut[-(COLUMN - 13) :]}"
         text = Text(f"{cut:<{COLUMN - 11}}", self.style("dim"), no_wrap=True, end="")
-        return text.append(f"{WRITERS[chart_of(name).unit](value):>9}  ")
+        is_count = name in COUNTS and value is not None and float(value).is_integer()
+        words = f"{value:,.0f}" if is_count else WRITERS[chart_of(name).unit](value)
+        return text.append(f"{words:>9}  ")

@@ -24,8 +24,15 @@ class Offer(NamedTuple):
     words: str
 
 
-def best_keys(app: App[Any], idle: Collection[str]) -> list[Offer]:
-    """Return the keys of the focused panel, then those of the app; without the `idle` actions."""
+BACK = ("back", "app.view_before")  # actions of Esc in a chart, and in any other panel
+
+
+def best_keys(app: App[Any], idle: Collection[str], *, back: bool = False) -> list[Offer]:
+    """Return the keys of the focused panel, then those of the app; without the `idle` actions.
+
+    Args:
+        back: offer the way back first.
+    """
     screen, focused = app.screen, app.focused
     active = {
         (one.binding.action if one.node is not app else f"app.{one.binding.action}"): one.binding
@@ -34,6 +41,8 @@ def best_keys(app: App[Any], idle: Collection[str]) -> list[Offer]:
     }
     nodes = focused.ancestors_with_self if focused else ()
     best = next((node.best for node in nodes if hasattr(node, "best")), ())
+    if back:
+        best = (next((action for action in BACK if action in active), ""), *best)
     always = getattr(app, "always", ())
     offers = [
         Offer(binding.key, app.get_key_display(binding), binding.description)
@@ -63,6 +72,7 @@ class Footer(Guarded):
     """
     idle: Callable[[], Collection[str]] = staticmethod(tuple)
     """Actions that would be refused now; their keys are hidden."""
+    offers_back: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(self) -> None:
         super().__init__(id="keys")
@@ -76,7 +86,7 @@ class Footer(Guarded):
     def _changed(self, screen: Screen[object]) -> None:
         # Below a dialog the keys of this screen do not work.
         if screen is self.screen and self.app.screen is screen:
-            offers = best_keys(self.app, self.idle())
+            offers = best_keys(self.app, self.idle(), back=self.offers_back())
             if offers != self.offers:
                 self.offers = offers
                 self.refresh()

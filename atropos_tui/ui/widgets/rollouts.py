@@ -40,6 +40,7 @@ from atropos_tui.ui.widgets.rollout_detail import (
 )
 
 STEP, REWARD, ADVANTAGE, GAP = 6, 6, 7, 2
+GROUP = "rewards"  # heading of the bars of a group
 LEGIBLE = 30  # cells that the answer keeps when advantage and rewards get columns
 ASKED = 40  # cells from which the question is shown beside a long answer
 # Cells from which an answer is cut in its middle: answers of a group start alike and end with the
@@ -162,7 +163,8 @@ class Rollouts(Listing[RolloutRow]):
         rows = [RolloutRow(group, at) for group in matching for at in range(len(group.rollouts))]
         rows = in_order(rows, self._order, lambda row: row.rollout)
         self._shared = shared_beginning({question(group.prompt) for group in matching})
-        self._spread = min(max((len(group.rollouts) for group in matching), default=0), MOST_SPREAD)
+        largest = max((len(group.rollouts) for group in matching), default=0)
+        self._spread = min(max(largest, len(GROUP)), MOST_SPREAD) if largest > 1 else 0
         self.put(rows)
         self._retitle()
 
@@ -260,14 +262,13 @@ class Rollouts(Listing[RolloutRow]):
         line = f"{'step':>{STEP - 1}}{rewards.get(self._order, 'reward'):>{REWARD + 1}}"
         advantage = advantages.get(self._order, "adv")
         for name in columns:
-            title_ = "rewards" if self._spread > 6 else ""
             line += (
-                f"{advantage:>{ADVANTAGE}}" if name == "advantage" else f" {title_:<{self._spread}}"
+                f"{advantage:>{ADVANTAGE}}" if name == "advantage" else f" {GROUP:<{self._spread}}"
             )
         return Text(f"{line}{' ' * GAP}answer ← question", self.style("dim"), no_wrap=True, end="")
 
     def _columns(self, width: int) -> tuple[str, ...]:
-        cells = {"advantage": ADVANTAGE, "spread": 1 + self._spread if self._spread > 1 else 0}
+        cells = {"advantage": ADVANTAGE, "spread": 1 + self._spread if self._spread else 0}
         wanted = ("advantage", "spread") if self._order != "newest" else ("spread", "advantage")
         room, found = width - STEP - REWARD - GAP - LEGIBLE, set()
         # In a sorted list, which tears groups apart, the advantage is the column to keep.

@@ -139,7 +139,7 @@ async def test_a_long_run_shows_how_it_stands_before_its_history_is_read(
             await screen.shows("step 450/1000")
             await screen.shows("no step 451 for")
             await screen.shows("reading the run's history: step 0")
-            assert "peak memory" not in screen.text() and not screen.app.loaded, (
+            assert "peak, mean" not in screen.text() and not screen.app.loaded, (
                 "of what is not read nothing is said"
             )
             may_read.set()
@@ -147,7 +147,7 @@ async def test_a_long_run_shows_how_it_stands_before_its_history_is_read(
                 lambda: screen.app.loaded and "reading the run's history" not in screen.text()
             )
             assert len(screen.app.state.metric("loss")) == 450
-            await screen.shows("peak memory")
+            await screen.shows("peak, mean")
     finally:
         may_read.set()
 

@@ -139,3 +139,39 @@ async def test_help_explains_words_and_marks(run: RunDir) -> None:
         assert all(word in screen.app.clipboard for word in WORDS)
         await screen.press("w")
         await screen.shows("Restart the selected component")
+
+
+async def test_help_shows_the_keys_of_one_action_together(run: RunDir) -> None:
+    async with cockpit(run, (120, 40), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
+        await screen.press("2", "question_mark")
+        await screen.shows("← h   read the values at the previous point")
+        await screen.press("y")
+        lines = screen.app.clipboard.splitlines()
+        assert sum("Show or hide a compared run" in line for line in lines) == 1
+        assert any(line.strip().startswith("f1 to f9") for line in lines)
+
+
+async def test_the_way_back_from_a_full_screen_is_in_the_footer(run: RunDir) -> None:
+    async with cockpit(run, (120, 40), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
+        await screen.until(lambda: screen.app.loaded)
+        for keys in (("2", "enter"), ("3", "z"), ("4", "z")):
+            await screen.press(keys[0])
+            await screen.until(lambda: "Back" not in words_of(screen))
+            await screen.press(keys[1])
+            await screen.until(lambda: words_of(screen)[0] == "Back")
+            assert "Full screen" not in words_of(screen)
+            await screen.press("escape")
+            await screen.until(lambda: "Back" not in words_of(screen))
+
+
+async def test_the_focused_chart_names_its_marks_and_counts_are_whole(run: RunDir) -> None:
+    async with cockpit(run, (160, 50), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
+        await screen.until(lambda: screen.app.loaded)
+        await screen.press("2")
+        await screen.shows("◇ evaluation")
+        assert screen.text().count("◇ evaluation") == 1, "on the others it would be noise"
+        await screen.press("enter")
+        await screen.until(lambda: screen.app.views.name == "enlarged")
+        await screen.shows("◇ evaluation")
+        counts = [line for line in screen.text().splitlines() if "optimizer_steps" in line]
+        assert counts and counts[0].rstrip(" │").endswith(" 1")

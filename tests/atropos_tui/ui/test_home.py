@@ -150,6 +150,9 @@ async def test_marked_runs_are_compared_in_words_then_in_charts(folder: Folder) 
         row = next(line for line in screen.text().splitlines() if "trainer.lr" in line)
         assert "0.0001" in row and "0.0002" in row
         await screen.shows("best: 1")
+        # Both tables have the same columns.
+        heads = [line for line in screen.text().splitlines() if "  1   " in line and "2" in line]
+        assert len(heads) == 2 and heads[0].index(" 2") == heads[1].index(" 2")
         await screen.press("enter")
     beta, gamma = folder.root / "beta", folder.root / "gamma"
     assert screen.app.return_value == Choice(beta, "training", (gamma,))
@@ -198,6 +201,9 @@ async def test_a_read_only_list_runs_no_own_command(folder: Folder) -> None:
 
 async def test_a_note_is_written_in_the_list(folder: Folder) -> None:
     async with home(folder) as screen:
+        assert screen.app._details.outer_size.height == 9
+        await screen.pilot.resize_terminal(100, 24)
+        await screen.until(lambda: screen.app._details.outer_size.height == 6)
         await screen.press("n")
         await screen.until(lambda: isinstance(screen.app.screen, NotesDialog))
         await screen.press(*"ok", "tab", "a", "exclamation_mark", "enter")

@@ -138,7 +138,7 @@ async def test_accepted_tokens_are_the_headline(run: RunDir, width: int) -> None
             await screen.shows("trainer waits")
         await screen.press("5")
         await screen.shows("accepted        4,400  tokens/s/GPU")
-        await screen.shows("41.0%  of dense peak, 51.0% of 790")
+        await screen.shows("41.0%  of peak, 51% of 790")
 
 
 @pytest.mark.parametrize("size", [(20, 5), (1, 1), (40, 12), (300, 100)])
