@@ -67,7 +67,8 @@ class Comparison:
         """Return this run and the others; empty without a comparison."""
         if not self.others:
             return ()
-        return [RunCurves("this run", info, state, self.settings), *self.others.values()]
+        name = f"{info.run_id} (this)" if info.run_id else "this run"
+        return [RunCurves(name, info, state, self.settings), *self.others.values()]
 
 
 def _figures(root: Path, run: RunCurves) -> RunBenchmark:
@@ -279,7 +280,7 @@ def final_table(runs: Sequence[RunCurves]) -> list[list[str]]:
     """Return titles and a row for each run: mode, seed and final values."""
     evaluated, count = splits(runs), last_steps(runs)
     reward = f"reward, last {counted(count, 'step')}"
-    ends = ("completion tokens", "tokens/s", "step", "duration")
+    ends = ("completion tokens", "tokens/s", "step", "waiting", "duration")
     rows = [["run", "mode", SEED, "steps", reward, *evaluated, *ends]]
     for run in runs:
         metric = run.state.metric
@@ -295,10 +296,17 @@ def final_table(runs: Sequence[RunCurves]) -> list[list[str]]:
                 number(final(metric("completion_tokens_mean"), count), 1),
                 number(final(metric("tokens_per_s"), count), 0),
                 seconds_text(final(metric("step_s"), count)),
+                _waiting(run, count),
                 duration(times[-1] - times[0] + metric("step_s").values[0]) if times else NONE,
             ]
         )
     return rows
+
+
+def _waiting(run: RunCurves, count: int) -> str:
+    # Share of the time in which the trainer had no batch.
+    wait, whole = (final(run.state.metric(name), count) for name in ("data_wait_s", "step_s"))
+    return NONE if wait is None or not whole else f"{wait / whole:.0%}"
 
 
 def settings_table(runs: Sequence[RunCurves]) -> list[list[str]]:

@@ -15,7 +15,7 @@ from atropos_common.protocol.record_base import (
 )
 from atropos_common.protocol.record_tail import nth_from_end, whole_lines
 from atropos_common.protocol.records import EvalRecord, parse_line
-from atropos_common.protocol.trainer_records import StepRecord
+from atropos_common.protocol.trainer_records import StepRecord, TimingRecord
 from atropos_common.system.files import open_regular
 from atropos_common.system.run_dir import RunDir, registry
 from atropos_tui.monitor.bench import WINDOW
@@ -52,6 +52,8 @@ class RunRow:
     held_out: Number | None
     """Newest held-out accuracy, from 0 to 1."""
     dir: Path
+    step_s: Number | None = None
+    """Mean seconds of one step, of the newest `WINDOW` steps."""
     note: str = ""
     tags: tuple[str, ...] = ()
 
@@ -117,6 +119,7 @@ def listed(run: RunDir, *, is_live: bool, now: float) -> RunRow:
         reward=figures.reward,
         held_out=figures.held_out,
         dir=run.root,
+        step_s=figures.step_s,
         note=notes.text,
         tags=notes.tags,
     )
@@ -163,6 +166,8 @@ class LastFigures:
     step: int | None
     reward: float | None
     """Mean of the newest `WINDOW` steps."""
+    step_s: float | None
+    """Mean seconds of a step, of the same steps."""
     held_out: float | None
     """First split of the first environment, as in the headline."""
 
@@ -170,10 +175,12 @@ class LastFigures:
 def last_figures(run: RunDir) -> LastFigures:
     """Read the last records of `run`; an unreadable file has none."""
     steps = [step for step in _last(run.telemetry_jsonl, StepRecord, WINDOW) if step.rank == 0]
+    times = [time for time in _last(run.telemetry_jsonl, TimingRecord, WINDOW) if time.rank == 0]
     accuracies = (_held_out(path) for path in sorted(run.root.glob("eval.*.jsonl")))
     return LastFigures(
         step=steps[-1].step if steps else None,
         reward=mean([real(step.reward_mean) for step in steps]),
+        step_s=mean([real(time.step_s) for time in times]),
         held_out=next((found for found in accuracies if found is not None), None),
     )
 

@@ -17,7 +17,7 @@ from atropos_common.protocol.records import (
 from atropos_tui.diagnoses import rule_of
 from atropos_tui.monitor.bench import pace
 from atropos_tui.monitor.format import Tone, counted, duration, number, one_line
-from atropos_tui.monitor.limits import STEPS, WAITS, Run, limit, rates
+from atropos_tui.monitor.limits import STEPS, WAITS, Limit, Run, limit, rates
 from atropos_tui.monitor.run.run_files import RunInfo, start_seconds
 from atropos_tui.monitor.run.series import mean
 from atropos_tui.monitor.run.state import RunState
@@ -87,15 +87,18 @@ def _over(run: Run) -> Verdict | None:
         return Verdict("coming", f"stopping ({reason}): {left or 'nothing'} still to end")
     if status.phase is not Phase.ENDED:
         return None
+    slow = _slowness(run)
     if status.exit_code == 0:
-        return Verdict("over", f"done: {_achieved(run)}")
+        return Verdict("over", f"done: {_achieved(run)}{slow.what}", slow.do)
     failed = [row.name for row in status.components if row.state is State.FAILED]
     wrong = min(run.standing, key=lambda found: found.component not in failed, default=None)
     # The reason of the end already names the diagnosis of a failed component.
     also = f"; {one_line(wrong.title)}" if wrong and wrong.component not in failed else ""
     do = _first_words(wrong.fix) if wrong else ""
     if status.exit_code == 130:
-        return Verdict("over", f"stopped by hand: {_achieved(run)}{also}", do)
+        return Verdict(
+            "over", f"stopped by hand: {_achieved(run)}{also or slow.what}", do or slow.do
+        )
     end = "crashed" if status.exit_code is None else f"failed with code {status.exit_code}"
     return Verdict("alarm", f"{end}: {one_line(status.reason)}{also}", do, wrong)
 
@@ -109,10 +112,17 @@ def _achieved(run: Run) -> str:
     held_out = next((series.values for series in state.evals.values() if len(series) > 1), None)
     if held_out:
         words.append(f"held-out {held_out[0]:.0%} → {held_out[-1]:.0%}")
-    speed = pace(state, None, window=max(1, state.step))
-    if speed.waiting is not None and speed.waiting >= WAITS:
-        words.append(f"the trainer waited {speed.waiting:.0%} of the time")
     return ", ".join(words)
+
+
+def _slowness(run: Run) -> Limit:
+    # What a run that is over was limited by, if its trainer mostly waited.
+    speed = pace(run.state, None, window=max(1, run.state.step))
+    if speed.waiting is None or speed.waiting < WAITS:
+        return Limit("")
+    if found := limit(run):
+        return Limit(f"; in its last steps {found.what}", found.do)
+    return Limit(f", the trainer waited for rollouts {speed.waiting:.0%} of the time")
 
 
 # What is broken, and what stands still.

@@ -18,8 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from atropos_common.protocol.control import Role, State
+from atropos_common.protocol.records import StateRecord
 from atropos_common.system.run_dir import RunDir
-from tests.support.run_maker import T0, make_run
+from tests.support.run_maker import PARTS, T0, make_run, write_records
 
 GROUPS, GROUP_SIZE = 2, 8
 """Recorded groups of a step, and completions of each."""
@@ -60,6 +62,20 @@ def make(folder: Path, recipe: Recipe) -> RunDir:
     run.run_json.write_text(json.dumps({"run_id": recipe.name, "started_at": began}))
     plan = json.loads(run.plan_json.read_text()) | {"run_id": recipe.name, "name": "arithmetic"}
     run.plan_json.write_text(json.dumps(plan))
+    stops = [
+        StateRecord(
+            time=T0 + 31 + 0.33 * recipe.steps + 1,
+            component=name,
+            role=role,
+            old=State.STOPPING if role is not Role.TRAINER else State.HEALTHY,
+            new=_end(role, recipe.code),
+            attempt=1,
+            reason="the run is over",
+        )
+        for name, role in PARTS
+        if role is not Role.PREPARE
+    ]
+    write_records(run.supervisor_jsonl, list(stops), start=100)
     run.profile_toml.write_text(
         'name = "arithmetic"\nmode = "shared_vllm"\nmodel = "arithmetic-0.8M"\n'
         f"seed = {recipe.seed}\n[trainer]\nlr = {recipe.lr}\n[[env]]\nname = "
@@ -76,6 +92,12 @@ def make(folder: Path, recipe: Recipe) -> RunDir:
     result = {"exit_code": recipe.code, "reason": recipe.reason, "ended_at": ended + 2}
     run.result_json.write_text(json.dumps(result))
     return run
+
+
+def _end(role: Role, code: int) -> State:
+    if role is Role.TRAINER:
+        return State.FAILED if code else State.COMPLETED
+    return State.STOPPED
 
 
 def _told(
@@ -95,6 +117,7 @@ def _told(
         more = record["data_wait_s"] * (recipe.waits - 1)
         record["tokens_per_s"] *= record["step_s"] / (record["step_s"] + more)
         record["data_wait_s"] += more
+        record["engine_idle_fraction"] = 0.08 + 0.8 * more / (record["step_s"] + more)
         record["step_s"] += more
     yield record
     if record["kind"] == "sync":

@@ -67,6 +67,12 @@ COLUMNS = {
         lambda run, _: "–" if run.step is None else f"{run.step}/{run.training_steps or '–'}",
         lambda run: run.step,
     ),
+    "pace": Column(
+        "S/STEP",
+        lambda run, _: "–" if run.step_s is None else number(run.step_s, 2),
+        lambda run: None if run.step_s is None else real(run.step_s),
+        is_spared=True,
+    ),
     "reward": Column(
         "REWARD",
         lambda run, _: number(run.reward),

@@ -48,8 +48,14 @@ class Header(TextPanel):
             end = max(moves, default=0) if _over(view) else view.now
             right.append(f"  {duration(max(0.0, end - status.started_at))}", self.style("dim"))
         name = one_line(info.name or (status.name if status else ""))
-        left = Text.assemble((name, self.style("title")))
-        for part in (info.mode or (status.mode if status else ""), info.short_model):
+        # As in the list of runs; most ids begin with the name.
+        run = one_line(info.run_id or (status.run_id if status else "")) or name
+        left = Text.assemble((run, self.style("title")))
+        for part in (
+            "" if run.startswith(name) else name,
+            info.mode or (status.mode if status else ""),
+            info.short_model,
+        ):
             if part:
                 left.append("  ·  ", self.style("dim")).append(one_line(part), self.style("dim"))
         # The state on the right is never cut.

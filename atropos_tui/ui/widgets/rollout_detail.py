@@ -175,11 +175,11 @@ class RolloutDetail(VerticalScroll, Guarded):
         figures = [
             ("reward", number(rollout.reward, 2)),
             ("advantage", number(rollout.advantage, 2)),
-            ("policy lag", number(rollout.policy_lag, 1)),
-            ("tokens", number(rollout.tokens, 0)),
+            ("lag", number(rollout.policy_lag, 1)),
+            ("tokens", "–" if rollout.tokens is None else f"{rollout.tokens:,}"),
         ]
         if (rollout.turn_count or 0) > 1:
-            figures.append(("turns", number(rollout.turn_count, 0)))
+            figures.append(("turns", f"{rollout.turn_count:,}"))
         if len(group) > 1:
             known = known_rewards(group) or [math.nan]
             # The list may hold only part of the group.

@@ -90,7 +90,7 @@ class Rollouts(Listing[RolloutRow]):
     ]
 
     head = 1
-    best = ("app.search", "only", "order", "diff", "app.zoom")
+    best = ("order", "one_step", "only", "app.search", "diff")
 
     Pointed = Pointed
 
@@ -173,7 +173,7 @@ class Rollouts(Listing[RolloutRow]):
         note = f"{len(self.items) if is_part else 'newest'} of {len(self._all)}"
         only = {"all": "", "worse": "worse than their group", "flat": "flat groups"}[self._only]
         order = "" if self._order == "newest" else f"{self._order} first"
-        step = "" if self._step is None else f"step {self._step} alone"
+        step = "" if self._step is None else f"step {self._step}"
         parts = (
             (note if self._all else "no data", "quiet"),
             (f"/ {one_line(self._pattern.text)}" if self._pattern else "", "accent"),
@@ -259,7 +259,8 @@ class Rollouts(Listing[RolloutRow]):
         columns = self._columns(self.scrollable_content_region.width)
         rewards = {"lowest reward": "reward↑", "highest reward": "reward↓"}
         advantages = {"lowest advantage": "adv↑", "highest advantage": "adv↓"}
-        line = f"{'step':>{STEP - 1}}{rewards.get(self._order, 'reward'):>{REWARD + 1}}"
+        reward = rewards.get(self._order, "reward")
+        line = f"{'step':>{STEP + REWARD - len(reward) - 1}} {reward}"
         advantage = advantages.get(self._order, "adv")
         for name in columns:
             line += (

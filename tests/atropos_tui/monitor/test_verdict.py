@@ -380,6 +380,22 @@ def test_before_the_first_step_it_is_waited_for() -> None:
     assert said(steps=False).text == "the first optimizer step · 5:00"
 
 
+def test_after_the_end_a_slow_run_names_its_limit_and_the_change() -> None:
+    timing = {"step_s": 1.0, "data_wait_s": 0.86, "train_s": 0.1, "sync_s": 0.04, "tokens_per_s": 9}
+    slow = [
+        TimingRecord(step=at, time=NOW - 38 + at, checkpoint_s=0, **timing) for at in range(1, 38)
+    ]
+    over: dict[str, Any] = {"phase": Phase.ENDED, "exit_code": 0}
+    found = said(*slow, **over)
+    assert found.what.endswith("the trainer waited for rollouts 86% of the time") and not found.do
+    idle = [one.model_copy(update={"engine_idle_fraction": 0.7}) for one in slow]
+    found = said(*idle, **over)
+    assert "; in its last steps limited by the environment: the trainer waits 86%" in found.what
+    assert "env.max_num_workers" in found.do
+    quick = [one.model_copy(update={"data_wait_s": 0.1}) for one in idle]
+    assert "limited" not in said(*quick, **over).text
+
+
 def test_after_the_end_it_says_what_was_reached_and_what_was_wrong() -> None:
     evals = [
         EvalRecord(env="math", accuracy=accuracy, weight_version=at)
@@ -410,7 +426,7 @@ def test_what_programs_wrote_is_plain_text_in_it() -> None:
 @pytest.mark.parametrize(
     ("mode", "refused", "named"),
     [
-        ("shared_vllm", ("more [trainer] gpus", "a further GPU"), "tensor_parallel"),
+        ("shared_vllm", ("more [trainer] gpus",), "[vllm] gpus"),
         ("broadcast", ("mode broadcast",), "more"),
     ],
 )

@@ -35,6 +35,15 @@ def panels(screen: Screen) -> list[Widget]:
     return [widget for widget in shown if widget.region]
 
 
+async def settled(screen: Screen) -> list[Widget]:
+    """Return the panels once the layout of the view is done."""
+    while True:
+        found = panels(screen)
+        await screen.pilot.pause(0.2)
+        if panels(screen) == found:
+            return found
+
+
 def words_of(screen: Screen) -> list[str]:
     return [offer.words for offer in screen.app.query_one(Footer).offers]
 
@@ -47,7 +56,7 @@ async def test_z_gives_every_panel_the_screen_and_back(run: RunDir) -> None:
         assert len(others) > 5
         for at in others:
             await screen.press(str(at))
-            before = panels(screen)
+            before = await settled(screen)
             focused = screen.app.focused
             assert isinstance(focused, Guarded)
             await screen.press("z")

@@ -124,6 +124,19 @@ async def test_the_best_reward_is_one_key_away(folder: Folder, size: tuple[int, 
         assert screen.names() == ["alpha", "beta", "gamma"]
 
 
+async def test_the_slowest_run_is_found_by_its_column(folder: Folder) -> None:
+    path = folder.root / "gamma" / "telemetry.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    slow = [line | {"step_s": 7.5} if line["kind"] == "timing" else line for line in lines]
+    path.write_text("".join(json.dumps(one, separators=(",", ":")) + "\n" for one in slow))
+    async with home(folder, (100, 24)) as screen:
+        await screen.shows("S/STEP")
+        await screen.press("S", "S")
+        assert screen.names()[0] == "gamma"
+        row = next(line for line in screen.text().splitlines() if "gamma" in line)
+        assert "7.50" in row
+
+
 async def test_a_filter_finds_names_states_and_tags_and_esc_drops_it(folder: Folder) -> None:
     write_notes(RunDir(folder.root / "gamma"), notes_of("twice the rate", ["best"]))
     async with home(folder) as screen:

@@ -159,6 +159,15 @@ async def test_values_on_screen_equal_those_in_the_file(run: RunDir) -> None:
         await screen.shows(f"probe {last['probe_diff_abs_mean']:.1e}")
 
 
+async def test_the_header_names_the_run_as_the_list_does(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    run.run_json.write_text(json.dumps({"run_id": "lr-5e-4", "started_at": T0}))
+    plan = json.loads(run.plan_json.read_text()) | {"run_id": "lr-5e-4"}
+    run.plan_json.write_text(json.dumps(plan))
+    async with cockpit(run, (120, 40), FakeControl(live_status(run, NOW)), now) as screen:
+        await screen.shows("lr-5e-4  ·  demo  ·  shared_vllm")
+
+
 async def test_while_starting_it_says_what_is_waited_for_and_how_long(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=0)
     status = live_status(run, NOW, vllm=State.STARTING, trainer=State.PENDING)

@@ -97,12 +97,14 @@ async def test_the_lowest_reward_of_a_step_takes_two_keys(run) -> None:  # type:
         listing = screen.app.query_one(Rollouts)
         await screen.until(lambda: len(listing.items) > 8)
         listing.go_to(39)
+        await screen.shows("S Sort   o One step")
         await screen.press("o", "S")
         await screen.until(lambda: len(listing.items) == 4)
         assert [item.rollout.reward for item in listing.items] == [0.0, 0.25, 0.5, 1.0]
         assert listing.current and listing.current.rollout.reward == 0.0
         assert "reward↑" in listing.head_line().plain
-        await screen.shows("step 39 alone")
+        await screen.shows("4 of 157  step 39  lowest reward first")
+        await screen.shows("step reward↑")
         await screen.press("escape")
         await screen.until(lambda: len(listing.items) > 8)
 
