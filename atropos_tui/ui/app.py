@@ -456,7 +456,8 @@ class CockpitApp(CommandApp):
 
     async def _write(self, what: str, part: str, suffix: str, text: Callable[[], str]) -> None:
         def write() -> Path:
-            return write_new(self.feed.run.root, self.info.name, part, suffix, text())
+            name = self.info.run_id or self.info.name
+            return write_new(self.feed.run.root, name, part, suffix, text())
 
         try:
             self.report_file(what, await asyncio.to_thread(write))

@@ -155,7 +155,7 @@ class Chart(Panel, can_focus=True):
         ),
     ]
 
-    best = ("enlarge", "smooth", "along", "ask('rollouts')", "app.compare")
+    best = ("enlarge", "cursor(-1)", "ask('rollouts')", "app.compare", "smooth")
 
     view: reactive[View | None] = reactive(None, layout=False)
 

@@ -109,7 +109,7 @@ async def test_the_footer_has_the_best_keys_of_the_focused_panel(run: RunDir) ->
         await screen.until(lambda: screen.app.loaded)
         expected = {
             "1": ["Restart", "Stop/start", "Kill", "Open", "Last words"],
-            "2": ["Full screen", "Smooth", "Axis", "Rollouts", "Compare"],
+            "2": ["Full screen", "Previous point", "Rollouts", "Compare", "Smooth"],
             "3": ["Search", "Filter", "Level", "Next error", "Follow"],
             "8": ["Open", "Log", "Search", "Copy", "Full screen"],
         }
