@@ -145,8 +145,8 @@ def test_all_problems_at_once(capsys: pytest.CaptureFixture[str]) -> None:
             "--init-method",
         ),
         (
-            "--weight-bridge-mode shared_vllm --vllm-urls http://a",
-            "--vllm-urls does nothing in single copy",
+            "--weight-bridge-mode lora_only --single-copy true --vllm-urls http://a",
+            "--vllm-urls does nothing with adapters in single copy",
         ),
         (
             "--weight-bridge-mode lora_only --in-flight wait",
