@@ -98,29 +98,37 @@ class Diagnosis:
         # Tokens that the folder has no row for end what can be compared.
         self.outside = max((t for one in whole for t in one.span.tokens), default=0)
         self.observed = [one for o in whole if (one := _within(o, reference.vocabulary))]
-        self.ours = self.expected()
+        plain = reference.logprobs(self._spans)
+        self.ours = self._sampled(plain)
         self.routed = has_routers(reference.model)
-        self._noise = self._rounding(reference.half)
+        self._noise = self._rounding(plain)
 
     def expected(self) -> list[torch.Tensor]:
         """Return the logprobs that the engine should give to the observed tokens."""
-        ours = self.reference.logprobs([one.span for one in self.observed])
+        return self._sampled(self.reference.logprobs(self._spans))
+
+    @property
+    def _spans(self) -> list[Span]:
+        return [one.span for one in self.observed]
+
+    def _sampled(self, plain: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the logprobs after each span's sampler."""
+        ours = list(plain)
         changed = [i for i, one in enumerate(self.observed) if one.sampler != PLAIN]
         for i in changed:
             one = self.observed[i]
             ours[i] = self.reference.distribution([one.span]).logprobs(one.sampler).cpu()
         return ours
 
-    def _rounding(self, half: torch.dtype | None) -> list[torch.Tensor]:
+    def _rounding(self, plain: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Differences between float32 and half precision on this side, for each observed span.
 
         They are of the same tokens as the engine's: some texts are more sensitive to rounding.
         """
-        if half is None:
+        if self.reference.half is None:
             return [torch.zeros(1) for _ in self.observed]
-        spans = [one.span for one in self.observed]
-        exact, rounded = self.reference.logprobs(spans), self.reference.in_half(spans, half)
-        return [(a - b).abs() for a, b in zip(rounded, exact, strict=True)]
+        rounded = self.reference.in_half(self._spans, self.reference.half)
+        return [(a - b).abs() for a, b in zip(rounded, plain, strict=True)]
 
     @property
     def bound(self) -> float:
