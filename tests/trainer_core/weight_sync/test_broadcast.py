@@ -25,7 +25,12 @@ from atropos_tui.profile.site import make_site
 from tests.atropos_tui.profile.test_plan import profile
 from tests.support.nursery import TRAINER, forked
 from tests.support.small_models import CONFIGS, SMALL, build
-from tests.trainer_core.weight_sync.transfer_stand_in import Fault, Receiver
+from tests.trainer_core.weight_sync.transfer_stand_in import (
+    Fault,
+    Receiver,
+    assert_same_weights,
+    step,
+)
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.ranks.world import World
@@ -80,20 +85,6 @@ def make(base: Path, receivers: list[Receiver]) -> Iterator[Make]:
     yield broadcast
     for each in made:
         each.close()
-
-
-def assert_same_weights(receiver: Receiver, model: torch.nn.Module) -> None:
-    named = dict(model.named_parameters())
-    for worker in receiver.workers:
-        assert worker.tensors.keys() == named.keys()
-        for name, tensor in worker.tensors.items():
-            assert torch.equal(tensor, named[name]), name
-
-
-@torch.no_grad()
-def step(model: torch.nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.add_(torch.randn_like(parameter), alpha=0.1)
 
 
 def test_every_worker_of_every_server_gets_every_version(

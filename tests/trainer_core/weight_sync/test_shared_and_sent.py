@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.small_models import CONFIGS, build
-from tests.trainer_core.weight_sync.transfer_stand_in import Receiver
+from tests.trainer_core.weight_sync.transfer_stand_in import Receiver, assert_same_weights, step
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 from trainer_core.ranks.world import World
@@ -52,20 +52,6 @@ def model_with_gaps() -> torch.nn.Module:
     return model
 
 
-def assert_same(receiver: Receiver, model: torch.nn.Module) -> None:
-    named = dict(model.named_parameters())
-    (worker,) = receiver.workers
-    assert worker.tensors.keys() == named.keys()
-    for name, tensor in worker.tensors.items():
-        assert torch.equal(tensor, named[name]), name
-
-
-@torch.no_grad()
-def step(model: torch.nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.add_(torch.randn_like(parameter), alpha=0.1)
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_each_version_is_sent_from_memory_that_stays_where_it_is(
     receiver: Receiver, overlap: bool
@@ -74,13 +60,13 @@ def test_each_version_is_sent_from_memory_that_stays_where_it_is(
     places = [parameter.data_ptr() for parameter in model.parameters()]
     sync = Broadcast(config(receiver.url, overlap=overlap), CPU, threading.Event(), optional=True)
     sync.feed(model, 4)
-    assert_same(receiver, model)
+    assert_same_weights(receiver, model)
     for version in (5, 6):
         step(model)
         sync.publish(version, lambda: None)
         sync.settle()
         assert receiver.version == version
-        assert_same(receiver, model)
+        assert_same_weights(receiver, model)
     assert [parameter.data_ptr() for parameter in model.parameters()] == places
     sync.close()
 
@@ -103,7 +89,7 @@ def test_without_any_of_them_the_run_goes_on_until_one_is_back(receiver: Receive
         sync.check()
         time.sleep(0.1)
     assert receiver.version == 2 and not sync.left_out
-    assert_same(receiver, model)
+    assert_same_weights(receiver, model)
     step(model)
     assert sync.publish(3, lambda: None).moved and receiver.version == 3
     sync.close()

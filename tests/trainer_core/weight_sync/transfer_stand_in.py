@@ -224,3 +224,17 @@ class Receiver:
     def _reply(self, path: str, body: dict[str, Any], _: str | None) -> tuple[int, Any] | None:
         answer = None if self.dead else self.answer(path, body)
         return None if self.dead else answer
+
+
+def assert_same_weights(receiver: Receiver, model: torch.nn.Module) -> None:
+    named = dict(model.named_parameters())
+    for worker in receiver.workers:
+        assert worker.tensors.keys() == named.keys()
+        for name, tensor in worker.tensors.items():
+            assert torch.equal(tensor, named[name]), name
+
+
+@torch.no_grad()
+def step(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=0.1)
