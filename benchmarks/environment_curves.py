@@ -27,10 +27,10 @@ import tomli_w
 
 from atropos_common.protocol.record_tail import RecordTail
 from atropos_common.system.run_dir import RunDir
+from benchmarks.environments import keys_of, listed, slug
 from benchmarks.support.children import free_ports, up
 from trainer_core.rollouts.fields import environment
 
-ROOT = Path(__file__).parents[1]
 RECORDING = "rollouts.jsonl"
 GROUP = 8
 GROUPS_A_STEP = 16
@@ -39,34 +39,28 @@ ENDS = 0.2
 FEWEST_GROUPS = 40
 START_S = 300.0
 DOWN_S = 120.0
-GYM = "examples/verifiers/reasoning_gym_vf"
-ENVIRONMENTS: dict[str, dict[str, Any]] = {
-    "verifiers sums_vf": {"verifiers": "examples/verifiers/sums_vf"},
-    "reasoning-gym chain_sum": {"verifiers": GYM, "args": {"dataset": "chain_sum"}},
-    "reasoning-gym gcd": {"verifiers": GYM, "args": {"dataset": "gcd"}},
-    "openenv pick_digit": {"openenv": "examples/openenv/pick_digit"},
-    "agent plain_agent.py": {
-        "agent": ["python", "examples/agents/plain_agent.py"],
-        "tasks": "examples/agents/sums.jsonl",
-        "scorer": ["python", "examples/agents/score.py"],
-    },
-}
+NAMES = (
+    "sums_vf",
+    "reasoning-gym chain_sum",
+    "reasoning-gym gcd",
+    "openenv pick_digit",
+    "agent plain_agent.py",
+)
+"""Entries of `environments.toml`."""
 
 
 def main() -> int:
     options = _options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a stack that runs is taken down
     names = [
-        name
-        for name in ENVIRONMENTS
-        if not options.only or any(part in name for part in options.only)
+        name for name in NAMES if not options.only or any(part in name for part in options.only)
     ]
     with tempfile.TemporaryDirectory() as made:
         root = options.run_dir or Path(made) / "run"
         profile = root.with_suffix(".toml")
         profile.write_text(tomli_w.dumps(profile_of(names, options.model, cpu=options.cpu)))
-        run = play(profile, root, options)
-        rows = rewards(run / RECORDING, names)
+        play(profile, root, options)
+        rows = rewards(root / RECORDING, names)
     if options.json:
         print(json.dumps(rows))
     else:
@@ -75,10 +69,6 @@ def main() -> int:
     for name in bad:
         print(f"CHECK FAILED: the reward of {name} does not rise", file=sys.stderr)
     return int(bool(bad))
-
-
-def slug(name: str) -> str:
-    return name.replace(" ", "-").replace(".", "-").replace("_", "-")
 
 
 def profile_of(names: list[str], model: Path, *, cpu: bool) -> dict[str, Any]:
@@ -91,12 +81,13 @@ def profile_of(names: list[str], model: Path, *, cpu: bool) -> dict[str, Any]:
         "env.ensure_scores_are_not_same": False,
     }
     environments = []
+    entries = {each["name"]: each for each in listed()}
     for name, port in zip(names, ports, strict=True):
-        keys = {key: _placed(value) for key, value in ENVIRONMENTS[name].items()}
-        own = keys.pop("args", {})
+        each = entries[name]
+        keys = keys_of(each)
         if "openenv" in keys:
             keys["openenv_port"] = port
-        environments.append({"name": slug(name), **keys, "args": args | own})
+        environments.append({"name": slug(name), **keys, "args": args | each.get("args", {})})
     on_gpu = {"gpus": [0], "gpu_memory_utilization": 0.3}
     on_cpu = {"env": {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}}
     small = {"enforce-eager": True, "kv-cache-memory-bytes": 2**27, "block-size": 32}
@@ -133,35 +124,26 @@ def profile_of(names: list[str], model: Path, *, cpu: bool) -> dict[str, Any]:
     }
 
 
-def _placed(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_placed(part) for part in value]
-    return str(ROOT / value) if str(value).startswith("examples/") else value
-
-
-def play(profile: Path, root: Path, options: argparse.Namespace) -> Path:
-    """Run the stack for the minutes after its first step; return the run's folder."""
-    command = up(profile, root)
-    for each in options.set:
-        command += ["--set", each]
-    run, tail, began = RunDir(root), None, time.monotonic()
-    output = root.with_suffix(".log")
+def play(profile: Path, root: Path, options: argparse.Namespace) -> None:
+    """Run the stack for the minutes after its first step."""
+    command = up(profile, root, dict(each.split("=", 1) for each in options.set))
+    run, began, first = RunDir(root), time.monotonic(), None
+    tail, output = RecordTail(run.telemetry_jsonl), root.with_suffix(".log")
     with output.open("wb") as file:
         stack = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
     try:
         end = began + START_S
         while stack.poll() is None and time.monotonic() < end:
             time.sleep(0.5)
-            tail = tail or RecordTail(run.telemetry_jsonl)
-            if end == began + START_S and any(each.kind == "step" for each in tail.rest()):
-                end = time.monotonic() + 60 * options.minutes
-                print(f"first step after {time.monotonic() - began:.0f} s", flush=True)
+            if first is None and any(each.kind == "step" for each in tail.rest()):
+                first = time.monotonic()
+                end = first + 60 * options.minutes
+                print(f"first step after {first - began:.0f} s", flush=True)
     finally:
         stack.send_signal(signal.SIGTERM)
         stack.wait(DOWN_S)
-    if end == began + START_S:
+    if first is None:
         raise SystemExit(f"no step within {START_S:.0f} s: see {output}")
-    return root
 
 
 def rewards(recording: Path, names: list[str]) -> dict[str, dict[str, Any]]:

@@ -39,7 +39,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a stack that runs is taken down
     until = time.monotonic() + 60 * options.minutes
     results = options.results.resolve()
-    known = tomllib.loads(LIST.read_text())["environment"]
+    known = listed()
     chosen = [
         each
         for each in known
@@ -68,16 +68,21 @@ def main() -> int:
     return int(bool(bad))
 
 
-def _slug(name: str) -> str:
+def listed() -> list[dict[str, Any]]:
+    """Return the entries of `environments.toml`."""
+    return list(tomllib.loads(LIST.read_text())["environment"])
+
+
+def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def _record(results: Path, each: dict[str, Any]) -> Path:
-    return results / f"{_slug(each['name'])}.json"
+    return results / f"{slug(each['name'])}.json"
 
 
 def _turn(each: dict[str, Any]) -> Turn:
-    keys = {key: _placed(value) for key, value in each["keys"].items()}
+    keys = keys_of(each)
     missing = [package for package in each.get("packages", []) if not _installed(package)]
     reason = f"{NOT_INSTALLED}: {', '.join(missing)}" if missing else ""
     args = each.get("args", {})
@@ -89,11 +94,15 @@ def _turn(each: dict[str, Any]) -> Turn:
         "env.ensure_scores_are_not_same": False,
         "env.max_batches_offpolicy": 1,
     }
-    return Turn(_slug(each["name"]), keys, common | args, {}, row, patience_s=PATIENCE_S)
+    return Turn(slug(each["name"]), keys, common | args, {}, row, patience_s=PATIENCE_S)
+
+
+def keys_of(each: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry's keys of `[[env]]`, with this checkout's files by their whole paths."""
+    return {key: _placed(value) for key, value in each["keys"].items()}
 
 
 def _placed(value: Any) -> Any:
-    """Return a value of the list with this checkout's files by their whole paths."""
     if isinstance(value, list):
         return [_placed(part) for part in value]
     return str(ROOT / value) if str(value).startswith("examples/") else value
