@@ -48,7 +48,7 @@ LONGER = {
     "trainer_core/optimization/optimizers.py": 720,
     # functions
     "atropos_common/models/model_math.py:activation_bytes": 70,
-    "atropos_tui/profile/budget/memory.py:trainer": 69,
+    "atropos_tui/profile/budget/memory.py:trainer": 65,
     "atropos_tui/cluster/node_probe.py:collective": 63,
     "atropos_tui/monitor/report_charts.py:system_charts": 62,
     "benchmarks/env_rate.py:measure": 75,

@@ -336,6 +336,10 @@ class EngineSection(ComponentOptions):
         """Key in `args` that sets `--name`, in the user's spelling."""
         return next((key for key in self.args if key.replace("_", "-") == name), name)
 
+    def profile_key(self, index: int, name: str) -> str:
+        """Key of the profile that sets `--name`, in entry `index` of [[vllm]]."""
+        return f"vllm.{index}.args.{self.flag_key(name)}"
+
     def flag(self, name: str) -> Scalar | None:
         """Return the value of `--name`; None: it is not set."""
         return self.args.get(self.flag_key(name))

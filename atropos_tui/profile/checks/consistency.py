@@ -18,7 +18,6 @@ from atropos_common.protocol.bridge import LORA_RANKS, ROUTING_FLAG, server_rank
 from atropos_tui.cluster.checks import check_nodes, crowded, unused_gpus
 from atropos_tui.errors import Problem
 from atropos_tui.profile.checks import single_copy
-from atropos_tui.profile.checks.single_copy import flag_key
 from atropos_tui.profile.errors import (
     as_keys,
     counted,
@@ -57,7 +56,6 @@ from trainer_core.config import TrainingConfig, never_filled, sharding_contradic
 
 MAX_REASON = 1000
 """Characters of a reason or fix: both may quote the profile."""
-"""Load formats that store each weight as the model has it."""
 PROCESSED = "processed_logprobs"
 IN_ARGV = (
     "is in its command line, which every user of this machine can read: pass it as a variable "
@@ -581,7 +579,7 @@ def _logprobs(profile: Profile) -> Iterator[Problem]:
                 f"{mode!r} are not the logprobs of the sampling distribution, which the "
                 f"trainer's ratios need",
                 f'use "{PROCESSED}", or leave it out',
-                key=flag_key(index, engine, "logprobs-mode"),
+                key=engine.profile_key(index, "logprobs-mode"),
             )
 
 
@@ -630,14 +628,14 @@ def _routing(index: int, engine: EngineSection, *, on_gpu: bool) -> Iterator[Pro
     if engine.flag(ROUTING_FLAG) is False:
         reason = "trainer.routing_replay needs this engine's expert choices"
         yield Problem(
-            reason, "remove it: the plan sets it", key=flag_key(index, engine, ROUTING_FLAG)
+            reason, "remove it: the plan sets it", key=engine.profile_key(index, ROUTING_FLAG)
         )
     if (stages := engine.flag_number("pipeline-parallel-size", 1)) > 1:
         reason = (
             f"vLLM records no experts over {stages} pipeline stages, but trainer.routing_replay "
             f"needs them"
         )
-        key = flag_key(index, engine, "pipeline-parallel-size")
+        key = engine.profile_key(index, "pipeline-parallel-size")
         yield Problem(reason, "use tensor_parallel, or leave trainer.routing_replay out", key=key)
     # On a GPU vLLM itself keeps the experts, beside the blocks of its prefix cache.
     off = engine.flag("enable-prefix-caching") is False or engine.flag("no-enable-prefix-caching")
@@ -648,17 +646,17 @@ def _routing(index: int, engine: EngineSection, *, on_gpu: bool) -> Iterator[Pro
             "vLLM records experts only with its prefix cache, and trainer.routing_replay needs "
             "them",
             "remove it, or leave trainer.routing_replay out",
-            key=flag_key(index, engine, given),
+            key=engine.profile_key(index, given),
         )
 
 
 def _adapters(index: int, engine: EngineSection, settings: TrainingConfig) -> Iterator[Problem]:
     given = engine.flag("max-lora-rank")
-    key = flag_key(index, engine, "max-lora-rank")
+    key = engine.profile_key(index, "max-lora-rank")
     # vLLM allots slots only for these ranks.
     ranks = ", ".join(map(str, LORA_RANKS))
     if engine.flag("enable-lora") is False:
-        off = flag_key(index, engine, "enable-lora")
+        off = engine.profile_key(index, "enable-lora")
         yield Problem("this mode serves adapters", "remove it: the plan sets it", key=off)
     if given is not None and given not in LORA_RANKS:
         yield Problem(f"vLLM does not accept rank {given}", f"use one of: {ranks}", key=key)

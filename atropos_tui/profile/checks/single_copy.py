@@ -12,10 +12,7 @@ from atropos_tui.profile.site import fed_sections, receivers, traits_of
 from trainer_core.config import TrainingConfig
 
 SAFE_LOADING = ("auto", "safetensors", "pt", "hf", "mistral", "fastsafetensors")
-
-
-def flag_key(index: int, engine: EngineSection, name: str) -> str:
-    return f"vllm.{index}.args.{engine.flag_key(name)}"
+"""Load formats that store each weight as the model has it."""
 
 
 def check_place(profile: Profile) -> Iterator[Problem]:
@@ -90,23 +87,23 @@ def check_flags(engine: EngineSection, *, adapters: bool) -> Iterator[Problem]:
         if adapters and name == "enable-lora":
             continue
         if engine.flag(name) not in (None, False):
-            yield Problem(why, "remove it, or use another mode", key=flag_key(0, engine, name))
+            yield Problem(why, "remove it, or use another mode", key=engine.profile_key(0, name))
     for name in ("pipeline-parallel-size", "data-parallel-size"):
         if engine.flag_number(name, 1) > 1:
             fix = "set it to 1, or remove it"
             yield Problem(
-                "single copy attaches to one process of vLLM", fix, key=flag_key(0, engine, name)
+                "single copy attaches to one process of vLLM", fix, key=engine.profile_key(0, name)
             )
     if engine.flag_number("cpu-offload-gb", 0) > 0:
         reason = "weights on the host cannot be shared with the trainer"
-        yield Problem(reason, "remove it", key=flag_key(0, engine, "cpu-offload-gb"))
+        yield Problem(reason, "remove it", key=engine.profile_key(0, "cpu-offload-gb"))
     loading = engine.flag("load-format")
     if loading is not None and loading not in SAFE_LOADING:
         reason = f"single copy cannot share weights that were loaded as {loading!r}"
         yield Problem(
             reason,
             f"use one of: {', '.join(SAFE_LOADING)}",
-            key=flag_key(0, engine, "load-format"),
+            key=engine.profile_key(0, "load-format"),
         )
 
 
