@@ -57,7 +57,7 @@ def load(name: str, arguments: Tree) -> vf.Env:
         raise EnvFault(_wrong_settings(name, error), exit_code=2) from None
     except ImportError as error:
         inner = error.__cause__  # verifiers says the same of an environment that lacks a package
-        if isinstance(inner, ModuleNotFoundError) and not _names(inner, ident):
+        if isinstance(inner, ModuleNotFoundError) and not _is_environment(inner.name, ident):
             raise EnvFault(missing_package(inner), exit_code=2) from error
         if str(error).startswith("taskset "):
             fault = f"there is no environment {name!r} of verifiers: no package {ident!r}"
@@ -73,10 +73,10 @@ def load(name: str, arguments: Tree) -> vf.Env:
         raise EnvFault(f"{name} cannot be loaded: {reason}{fix}", exit_code=2) from error
 
 
-def _names(error: ModuleNotFoundError, ident: str) -> bool:
-    """Tell whether the missing module is the environment itself."""
+def _is_environment(module_name: str | None, ident: str) -> bool:
+    """Tell whether a module that is missing is the environment itself."""
     module = ident.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
-    return error.name is None or error.name.rpartition(".")[2] == module
+    return module_name is None or module_name.rpartition(".")[2] == module
 
 
 def tasks_of(taskset: vf.Taskset) -> Iterator[Any]:

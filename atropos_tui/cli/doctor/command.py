@@ -348,9 +348,10 @@ def _companions(torch: str | None, found: dict[str, str | None]) -> Iterator[Che
         problems = unmet(
             text for text in metadata.requires(name) or [] if Requirement(text).name == "torch"
         )
-        if cpu and "+cpu" not in version and name == "torchcodec":
+        foreign = cpu and "+cpu" not in version
+        if foreign and name == "torchcodec":
             yield ok(name, f"{version}: PyPI's CUDA build, which the server hides from vLLM")
-        elif cpu and "+cpu" not in version:
+        elif foreign:
             said = f"{version} is PyPI's CUDA build, beside torch {torch}: vLLM does not start"
             yield fail(name, said, f"pip uninstall {name}; the stack does not use it")
         elif problems:
