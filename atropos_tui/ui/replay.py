@@ -97,6 +97,8 @@ class ReplayApp(CockpitApp):
             replace(hidden(keys, action, name, f"Replay: {tip}"), priority=True)
             for keys, action, name, tip in TIME_KEYS
         ),
+        # Without a tooltip, so that neither the help nor the palette has it.
+        Binding("0", "home", "Runs", show=False),
         Binding("q,d", "ask_quit", "Leave", tooltip="Leave the replay"),
         *(
             Binding(*keys, show=False, tooltip="Refused: this run has ended")
@@ -132,6 +134,8 @@ class ReplayApp(CockpitApp):
             self.feed.refresh()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action == "home":  # the list of runs opens screens of runs, but no replay
+            return False
         # These bindings have priority: they would take keys from inputs, dialogs and charts.
         is_typing = isinstance(self.focused, Input) or len(self.screen_stack) > 1
         if action in TIME_ACTIONS and is_typing:
@@ -139,9 +143,6 @@ class ReplayApp(CockpitApp):
         if action in ("faster", "seek", "event") and isinstance(self.focused, Chart):
             return False  # the chart uses these keys for its cursor and zoom
         return super().check_action(action, parameters)
-
-    def action_home(self) -> None:
-        self.refuse("a replay has no list of runs", "leave it with q, then run atropos-tui")
 
     def action_pause(self) -> None:
         # At the end `toggle` starts the replay from the beginning, so the log has to be reloaded.

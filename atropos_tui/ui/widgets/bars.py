@@ -253,7 +253,10 @@ class ViewsLine(TextPanel):
     def _line(self, titles: Mapping[str, str], gap: str, open_ones: int) -> Text:
         line = Text(no_wrap=True, end="")
         self._ends.clear()
+        has_list = self.app.check_action("home", ())
         for key, name in enumerate((RUNS, *self._titles)):
+            if name == RUNS and not has_list:
+                continue
             is_here = name == self._here
             line.append(gap if line else "").append(
                 str(key), self.style("here" if is_here else "busy")

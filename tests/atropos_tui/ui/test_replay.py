@@ -130,6 +130,30 @@ async def test_commands_are_refused_with_a_toast(replay: tuple[Replay, Ticks], k
         assert len(screen.app.screen_stack) == 1
 
 
+async def test_the_list_of_runs_is_not_offered(replay: tuple[Replay, Ticks]) -> None:
+    player, ticks = replay
+    ticks.at = 35.0
+    async with playing(player) as screen:
+        await screen.until(lambda: screen.row("vllm").state == "healthy")
+        line = next(line for line in screen.text().splitlines() if "2 Train" in line)
+        assert line.split()[0] == "1"
+        await screen.press("0")
+        assert screen.app.is_running
+        assert not screen.toasts()
+        offered = [command.title for command in screen.app.get_system_commands(screen.app.screen)]
+        assert "Runs" not in offered
+        await screen.press("question_mark")
+        await screen.shows("Keys")
+        assert "The list of runs" not in screen.text()
+        await screen.press("escape")
+        # A click on the first entry opens the overview: it is where the list of runs would be.
+        await screen.press("3")
+        rows = screen.text().splitlines()
+        at = next(number for number, row in enumerate(rows) if "2 Train" in row)
+        await screen.pilot.click(offset=(1, at))
+        await screen.until(lambda: screen.app.views.name == "overview")
+
+
 @pytest.mark.parametrize("key", ["q", "d", "ctrl+q"])
 async def test_leaving_asks_nothing(replay: tuple[Replay, Ticks], key: str) -> None:
     player, _ = replay
