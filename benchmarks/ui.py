@@ -44,7 +44,9 @@ RECORDS_PER_S = 20.0
 HALF_HOUR_RECORDS = 36_000
 SIMULATED_S = 60.0
 """Seconds in which half an hour of telemetry is written."""
-LONG_STEPS = (1_000, 10_000, 50_000, 100_000)
+LONG_STEPS = (1_000, 10_000, 50_000, 60_000, 80_000, 100_000)
+FULL_STEPS = 50_000
+"""Steps after which the memory of a run is measured between garbage collections."""
 IDLE_S = 20.0
 HISTORY_STEPS = 5_556
 """Steps of 9 records each: 50,004 records."""
@@ -333,7 +335,11 @@ def half_hour(screen: Screen, telemetry: Telemetry) -> dict[str, float]:
 
 def long(folder: Path) -> dict[str, float]:
     """Measure the memory after each number of steps, and the growth for each step of the last
-    half."""
+    half.
+
+    Two points alone would take a memory that rises and falls for growth, so the figures include the
+    range of all points of the last half.
+    """
     rng, found = random.Random(1), {}
     with screen_of(folder, "long", 100, flood=False) as (run, screen):
         screen.wait(b"no step 101 for")
@@ -347,12 +353,13 @@ def long(folder: Path) -> dict[str, float]:
                 write_records(run.telemetry_jsonl, records)
                 step = batch[-1]
             screen.wait(f"{goal}/".encode(), timeout_s=120)
-            if goal in LONG_STEPS[-2:]:
+            if goal >= FULL_STEPS:
                 # The screen gives memory back at its collections, whose gaps would count as growth.
                 time.sleep(COLLECT_S + 5)
             found[f"after_{goal}_steps_mb"] = screen.memory_mb()
-    (before, after), (first, last) = list(found.values())[-2:], LONG_STEPS[-2:]
-    return found | {"bytes_a_step": (after - before) * 1e6 / (last - first)}
+    half = [found[f"after_{goal}_steps_mb"] for goal in LONG_STEPS if goal >= FULL_STEPS]
+    growth = (half[-1] - half[0]) * 1e6 / (LONG_STEPS[-1] - FULL_STEPS)
+    return found | {"bytes_a_step": growth, "long_range_mb": max(half) - min(half)}
 
 
 def main() -> int:

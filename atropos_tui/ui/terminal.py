@@ -99,8 +99,8 @@ def keep_history_out_of_collections(app: App[Any]) -> None:
 
 def _collect() -> None:
     gc.collect()
-    # The arrays of the curves grow in turn, which leaves gaps in the heap: about 90 bytes a step
-    # that glibc would keep. Other C libraries have no such function.
+    # Batches of records and drawn lines leave gaps in the heap, about 10 MB, that glibc would keep.
+    # Other C libraries have no such function.
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 

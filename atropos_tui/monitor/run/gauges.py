@@ -11,7 +11,9 @@ from itertools import takewhile
 from atropos_common.protocol.control import ComponentStatus, GpuStatus, Role
 from atropos_common.protocol.records import GaugesRecord, HostUse
 
-KEPT = 4000  # more records than a run's file has
+# Limit of the records, of 3.5 kB each. Beyond it every second record before the newest hour is
+# dropped, as in the file.
+KEPT, NEWEST = 1440, 720
 RATE_WINDOW_S = 15.0  # window for rates of counters
 OTHER = "other"
 
@@ -33,7 +35,7 @@ class EngineRates:
 class GaugeHistory:
     """Newest records, oldest first."""
 
-    samples: deque[GaugesRecord] = field(default_factory=lambda: deque(maxlen=KEPT))
+    samples: deque[GaugesRecord] = field(default_factory=deque)
 
     @property
     def last(self) -> GaugesRecord | None:
@@ -45,6 +47,9 @@ class GaugeHistory:
         if last and sample.time < last.time:
             self.samples.clear()
         self.samples.append(sample)
+        if len(self.samples) > KEPT:
+            kept = list(self.samples)
+            self.samples = deque([*kept[:-NEWEST:2], *kept[-NEWEST:]])
 
     def rates(self, engine: str) -> EngineRates | None:
         """Return rates of `engine` over the newest `RATE_WINDOW_S`; None if it did not answer."""

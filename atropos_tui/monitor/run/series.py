@@ -15,14 +15,18 @@ from operator import mul
 from atropos_tui.monitor.format import real
 
 MOST_STEPS = 2**53
+BEYOND = 2**62  # beyond every step, with room for the widest point
 # An axis cannot scale magnitudes beyond these, which come from foreign records.
 LARGEST, SMALLEST = 1e300, 1e-300
 # Beyond it old points are merged; a shorter run is kept whole.
 MOST_POINTS = 8192
 # Never merged: the newest points, and the first, where a run compiles and warms up.
 NEWEST, FIRST = 2048, 32
-# Points freed by a merge, so that merges are rare.
-ROOM = MOST_POINTS // 4
+# Limit of the merged points. A series is at this limit from its first merge on.
+MOST_MERGED = 4096
+# New points between two merges. An array allocates a sixteenth more than it holds, which is more
+# than this, so that it keeps its size in memory for the rest of a run.
+ROOM = 256
 
 
 class Series:
@@ -43,8 +47,9 @@ class Series:
         # out).
         self.lows, self.highs = array("d"), array("d")
         # A merged point has the steps with the same `step // _width`: curves of one run stay
-        # comparable.
+        # comparable. Below `_doubled_to` it has those with the same `step // (2 * _width)`.
         self._width = 1
+        self._doubled_to = -BEYOND
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Series):
@@ -104,7 +109,7 @@ class Series:
             steps.insert(at, step)
             self.values.insert(at, value)
             self.times.insert(at, time)
-        if len(steps) > MOST_POINTS:
+        if len(steps) > (MOST_MERGED + NEWEST + ROOM if self.counts else MOST_POINTS):
             self._merge_old()
 
     def cut(self, step: int) -> None:
@@ -113,9 +118,11 @@ class Series:
         before = at - 1
         if 0 <= before < len(self.counts) and self.counts[before] > 1:
             # Its value mixes steps before and after the cut, so it cannot be corrected.
-            at = before if self.steps[before] // self._width == step // self._width else at
+            at = before if step < self._end_of(self.steps[before]) else at
         for points in (self.steps, self.values, self.times, self.counts, self.lows, self.highs):
             del points[at:]
+        if self._doubled_to > step:  # every merged point that is left has the double width
+            self._width, self._doubled_to = 2 * self._width, -BEYOND
 
     def at(self, step: int) -> float | None:
         """Return the value of exactly this step, if it has one."""
@@ -127,7 +134,7 @@ class Series:
         at = bisect_right(self.steps, step) - 1
         if not 0 <= at < len(self.counts) or self.counts[at] == 1:
             return step, step
-        end = (self.steps[at] // self._width + 1) * self._width
+        end = self._end_of(self.steps[at])
         return self.steps[at], min(end, self.steps[at + 1] if at + 1 < len(self) else end) - 1
 
     def newest(self, count: int) -> Series:
@@ -142,14 +149,16 @@ class Series:
     def part(self, start: int, end: int) -> Series:
         """Return the points from index `start` to before `end`."""
         found = Series(self.steps[start:end], self.values[start:end], self.times[start:end])
-        found.counts, found._width = self.counts[start:end], self._width
+        found.counts = self.counts[start:end]
+        found._width, found._doubled_to = self._width, self._doubled_to
         found.lows, found.highs = self.lows[start:end], self.highs[start:end]
         return found
 
     def like(self, values: Iterable[float]) -> Series:
         """Return other values for the same points and step counts."""
         found = Series(self.steps, values, self.times)
-        found.counts, found._width = self.counts[:], self._width
+        found.counts = self.counts[:]
+        found._width, found._doubled_to = self._width, self._doubled_to
         found.lows, found.highs = found.values[: len(self.counts)], found.values[: len(self.counts)]
         return found
 
@@ -175,24 +184,41 @@ class Series:
         found.times += self.times[merged:]
         return found
 
+    def _end_of(self, step: int) -> int:
+        # First step after the merged point that has `step`.
+        width = 2 * self._width if step < self._doubled_to else self._width
+        return (step // width + 1) * width
+
     def _merge_old(self) -> None:
         merged, end = len(self.counts), len(self) - NEWEST
         values = self.values[merged:end]
         self.counts.extend([1] * len(values))
         self.lows += values
         self.highs += values
-        # Try the present width first: it may free enough. The last merged point may still be
-        # growing.
+        # The last merged point may still be growing.
         if self._width > 1:
-            self._merge(max(FIRST, merged - 1))
-        while len(self) > MOST_POINTS - ROOM:
-            self._width *= 2
-            self._merge(FIRST)
+            self._merge(max(FIRST, merged - 1), end, self._width)
+        # Double the width of as many points as are too many, oldest first: doubling all at once
+        # would halve the memory, which then would grow again.
+        while (surplus := len(self.counts) - MOST_MERGED) > 0:
+            start = bisect_left(self.steps, self._doubled_to, FIRST, len(self.counts))
+            self._double(start, min(start + 2 * surplus, len(self.counts)))
 
-    def _merge(self, start: int) -> None:
-        # Points that share a slot of `_width` steps.
+    def _double(self, start: int, end: int) -> None:
+        # The points from `start` to `end`, and those that share the last wide point with them.
+        width = 2 * self._width
+        to = (self.steps[end - 1] // width + 1) * width
+        end = bisect_left(self.steps, to, end, len(self.counts))
+        if end == len(self.counts):
+            self._width, self._doubled_to = width, -BEYOND
+        else:
+            self._doubled_to = to
+        self._merge(start, end, width)
+
+    def _merge(self, start: int, end: int, width: int) -> None:
+        # Points that share a slot of `width` steps.
         found = Series()
-        steps, width, end, at = self.steps, self._width, len(self.counts), start
+        steps, at = self.steps, start
         while at < end:
             # End of the slot: the first point with another `step // width`.
             to = bisect_left(steps, (steps[at] // width + 1) * width, at + 1, min(at + width, end))

@@ -33,6 +33,7 @@ from atropos_common.protocol.records import (
 from atropos_tui.diagnoses.stall_rules import Flow
 from atropos_tui.monitor.run.gauges import (
     KEPT,
+    NEWEST,
     GaugeHistory,
     Share,
     Split,
@@ -135,9 +136,13 @@ def test_an_engine_that_does_not_answer_now_has_no_rates() -> None:
 
 def test_the_history_is_bounded_and_a_clock_set_back_starts_anew() -> None:
     history = GaugeHistory()
-    for at in range(KEPT + 10):
+    for at in range(10 * KEPT):
         history.add(sampled(at, 0))
-    assert len(history.samples) == KEPT
+        assert len(history.samples) <= 1440
+    times = [sample.time for sample in history.samples]
+    assert times[-NEWEST:] == [float(at) for at in range(10 * KEPT - NEWEST, 10 * KEPT)]
+    assert times[0] == 0.0, "it still covers the whole run"
+    assert times == sorted(times)
     history.add(sampled(5, 0))
     assert len(history.samples) == 1
 

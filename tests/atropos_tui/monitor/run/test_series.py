@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 
 import pytest
 
@@ -15,7 +16,15 @@ from atropos_common.protocol.trainer_records import (
 from atropos_tui.monitor.bench import benchmark_state, pace
 from atropos_tui.monitor.charts import PAGE, Along, Ruler
 from atropos_tui.monitor.report_charts import charts
-from atropos_tui.monitor.run.series import FIRST, MOST_POINTS, NEWEST, Series, averaged, thin
+from atropos_tui.monitor.run.series import (
+    FIRST,
+    MOST_MERGED,
+    MOST_POINTS,
+    NEWEST,
+    Series,
+    averaged,
+    thin,
+)
 from atropos_tui.monitor.run.state import RunState
 from tests.support.run_maker import T0, step_records
 
@@ -54,6 +63,30 @@ def test_no_number_of_steps_makes_it_longer(every: int) -> None:
     for at in range(LONG, 0, -1):  # and not one that comes backwards
         series.put(-at, 1.0)
     assert len(series) <= MOST_POINTS
+
+
+def size_of(series: Series) -> int:
+    arrays = series.steps, series.values, series.times, series.counts, series.lows, series.highs
+    return sum(map(sys.getsizeof, arrays))
+
+
+def test_memory_of_a_long_run_stays_the_same() -> None:
+    series, sizes = Series(), list[int]()
+    for step in range(1, 130_001):
+        series.put(step, 1.0)
+        if step > 10_000 and step % 100 == 0:
+            sizes.append(size_of(series))
+    assert max(sizes) < 1.01 * min(sizes)
+    assert max(sizes) < 270_000
+
+
+def test_the_older_half_is_merged_in_turn() -> None:
+    _, series = long_one()
+    merged = series.counts[FIRST:-1]
+    widths = sorted(set(merged[1:]), reverse=True)
+    assert widths == [16, 8]
+    assert list(merged[1:]) == sorted(merged[1:], reverse=True), "the oldest points are the widest"
+    assert len(series.counts) == MOST_MERGED
 
 
 def test_first_and_newest_stay_as_they_came_and_sums_stay_true() -> None:
