@@ -11,8 +11,8 @@ from itertools import takewhile
 from atropos_common.protocol.control import ComponentStatus, GpuStatus, Role
 from atropos_common.protocol.records import GaugesRecord, HostUse
 
-# Limit of the records, of 3.5 kB each. Beyond it every second record before the newest hour is
-# dropped, as in the file.
+# Limit of the records: 3.5 kB each with three components, more with GPUs. Beyond it every second
+# record before the newest hour is dropped, as in the file.
 KEPT, NEWEST = 1440, 720
 RATE_WINDOW_S = 15.0  # window for rates of counters
 OTHER = "other"
