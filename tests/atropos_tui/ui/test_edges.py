@@ -15,6 +15,7 @@ from atropos_common.system.run_dir import RunDir
 from atropos_tui.monitor.run.run_files import LONG_BYTES, RecordBatch, RunFeed
 from atropos_tui.ui.app import CockpitApp
 from atropos_tui.ui.widgets.bars import CommandBar
+from atropos_tui.ui.widgets.components import Components
 from atropos_tui.ui.widgets.footer import Footer
 from tests.atropos_tui.ui.conftest import Screen, cockpit
 from tests.atropos_tui.ui.fakes import FakeControl
@@ -171,6 +172,8 @@ async def test_keys_that_can_do_nothing_are_not_offered(run: RunDir) -> None:
             for command in screen.app.get_system_commands(screen.app.screen)
             if "trainer" in command.title
         )
+        # Without a selected component the key has another reason to refuse.
+        await screen.until(lambda: screen.app.query_one(Components).selected)
         await screen.press("r")
         await screen.shows("this run has ended")
 
