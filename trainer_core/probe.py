@@ -17,7 +17,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from atropos_common.protocol.trainer_records import OTHER_WEIGHTS, POLICY_LAG, SAMPLING
+from atropos_common.protocol.trainer_records import (
+    LARGE_UPDATE,
+    OTHER_WEIGHTS,
+    POLICY_LAG,
+    SAMPLING,
+)
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone
 from trainer_core.objective.alignment import Alignment, Cause, DiffSums, ProbeDiffs, diff_sums
@@ -250,7 +255,7 @@ def explain(
         return judged
     # With a lag of several versions the difference is ordinary, so only test it now and then.
     often = lag_max is None or lag_max <= 1 or step % LAG_INTERVAL == 1
-    if judged.kind == SAMPLING or (judged.kind == POLICY_LAG and often):
+    if judged.kind in (SAMPLING, LARGE_UPDATE) or (judged.kind == POLICY_LAG and often):
         return judged.explained(_cause_in_rollouts(model, rollouts, world))
     return (
         judged.explained(_cause_in_head(model, answers, world))

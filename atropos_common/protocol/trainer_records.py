@@ -312,6 +312,7 @@ BROKEN_WEIGHTS = "broken weights"
 OTHER_WEIGHTS = "other weights"
 SAMPLING = "sampling"
 POLICY_LAG = "policy lag"
+LARGE_UPDATE = "large update"
 OUTLIER = "outlier"
 ROUNDING = "rounding"
 

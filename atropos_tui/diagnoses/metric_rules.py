@@ -20,6 +20,7 @@ from atropos_common.protocol.trainer_records import (
     HEALTHY_LOGPROB_DIFF,
     HEALTHY_RATIO,
     HELD_OUT_METRIC,
+    LARGE_UPDATE,
     METRIC_KINDS,
     MISSING,
     OTHER_WEIGHTS,
@@ -267,8 +268,13 @@ def drift(record: AlignmentRecord) -> str | None:
     mean = record.logprob_diff_abs_mean
     far = mean is not None and mean >= HEALTHY_LOGPROB_DIFF
     # An outlier or rounding explains a drift and needs no action.
-    drifts = record.verdict == "drift" and record.cause_kind not in (OUTLIER, ROUNDING)
+    other = record.cause_kind not in (OUTLIER, ROUNDING, LARGE_UPDATE)
+    drifts = record.verdict == "drift" and other
     return _alignment(record) if drifts or (far and record.verdict == "ok") else None
+
+
+def large_update(record: AlignmentRecord) -> str | None:
+    return _alignment(record) if record.cause_kind == LARGE_UPDATE else None
 
 
 def _alignment(record: AlignmentRecord) -> str:
@@ -435,10 +441,18 @@ METRIC_RULES: tuple[MetricRule, ...] = (
     ),
     MetricRule(
         "alignment_drift",
+        "each update moves the policy far from its rollouts",
+        "lower [trainer] lr, or raise warmup_steps (20). The rollouts are as fresh as they can "
+        "be (lag 1), and trainer and engine agree at the same weights. If the reward rises "
+        "steadily, leave it",
+        ALIGNMENTS,
+        in_a_row(large_update),
+    ),
+    MetricRule(
+        "alignment_drift",
         "trainer and engine drift apart",
-        "set env.max_batches_offpolicy = 1 under [env.args]: policy lag is the usual cause "
-        "(atroposlib's default of 3 "
-        "gives a lag of up to 6). At a lag of 1 or less, remove sampling that changes the "
+        "set env.max_batches_offpolicy = 1 under [env.args] if it is higher: policy lag is the "
+        "usual cause. At a lag of 1 or less, remove sampling that changes the "
         "distribution (top-p, top-k, "
         "min-p, penalties), and send the temperature in generation_params",
         ALIGNMENTS,

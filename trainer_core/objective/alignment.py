@@ -13,6 +13,7 @@ from typing import Literal
 
 from atropos_common.protocol.trainer_records import (
     BROKEN_WEIGHTS,
+    LARGE_UPDATE,
     OTHER_WEIGHTS,
     OUTLIER,
     POLICY_LAG,
@@ -224,6 +225,9 @@ class AlignmentGate:
             lag_max is not None and lag_max <= 1 and mean >= ROLLOUT_MISMATCH
         ):  # more than one update can explain
             return Alignment("mismatch", SAMPLING, f"{_FRESH[1]}, or an update too large (lr)")
+        if lag_max is not None and lag_max <= 1:
+            moved = f"one update moved the policy by {mean:.2g} nats a token (lag 1)"
+            return Alignment("drift", LARGE_UPDATE, moved)
         lag = "unknown" if lag_max is None else f"up to {lag_max:g}"
         far: Verdict = "mismatch" if probe is None and mean >= ROLLOUT_MISMATCH else "drift"
         return Alignment(far, POLICY_LAG, f"rollouts are far from the policy (lag {lag})")

@@ -218,6 +218,14 @@ def test_one_rounded_token_at_a_time_is_no_drift() -> None:
     ] == ["alignment_drift"]
 
 
+def test_a_drift_of_fresh_rollouts_is_the_learning_rate() -> None:
+    """A lower lag is no fix where the lag is 1 already."""
+    drift = fixed(verdict="drift", cause_kind="large update", logprob_diff_abs_mean=0.15)
+    (found,) = said(changed("alignment", drift, 7, 10))
+    assert found.rule == "alignment_drift" and found.fix.startswith("lower [trainer] lr")
+    assert "max_batches_offpolicy" not in found.fix
+
+
 def test_every_number_rule_is_shown_here() -> None:
     assert {rule.name for rule in METRIC_RULES} == {case[0] for case in CASES}
 
