@@ -6,8 +6,8 @@ import logging
 import os
 import re
 import time
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from atropos_common.protocol.record_base import Record
 from atropos_common.protocol.record_tail import next_seq
 from atropos_common.protocol.records import (
     FAILED,
+    FLAT,
     SURPLUS,
     CurriculumCounts,
     EnvCountsRecord,
@@ -42,6 +43,8 @@ LONGEST_REASON = 160
 MANY_OUTCOMES, OTHER_OUTCOMES = 32, "other outcomes"
 # Groups in a row that fail or are left out before other environments get our share.
 MANY_IN_VAIN = 32
+# Flat groups whose scores an example counts.
+NEWEST_FLAT = 100
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,12 @@ class EvalLog:
         return stamped
 
 
+def _by_score(scores: Iterable[float]) -> str:
+    """Return the most common scores of flat groups, such as `score 1 in 30, 0 in 16`."""
+    common = Counter(f"{score:.3g}" for score in scores).most_common(3)
+    return f"score {', '.join(f'{score} in {count}' for score, count in common)}"
+
+
 class Tally:
     """Counts since the start."""
 
@@ -172,6 +181,7 @@ class Tally:
         self.urgent = False
         """A reason is new: write the counts at once."""
         self._scores: list[float] = []
+        self._flat_scores: deque[float] = deque(maxlen=NEWEST_FLAT)
         self._barren_since = 0
         """`_in_vain` when run-api last accepted a group."""
         # Pairs of reason and kind that were logged already.
@@ -214,6 +224,9 @@ class Tally:
             self._scores += group["scores"]
         else:
             self.leave_out(reason)
+            if reason == FLAT:
+                self._flat_scores.append(group["scores"][0])
+                self.examples[FLAT] = _by_score(self._flat_scores)
         return reason
 
     def leave_out(self, reason: str, words: str = "", kind: str = "") -> None:

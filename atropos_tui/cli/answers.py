@@ -101,6 +101,20 @@ class MemoryBudget(Answer):
     """Bytes by component and device."""
 
 
+class DiskBudget(Answer):
+    """Checkpoints that a run keeps, in bytes."""
+
+    each: int
+    checkpoints: int
+    """Largest number that exists at once."""
+    interval: int
+    """Steps between two checkpoints."""
+    keeps_all: bool
+    free: int | None
+    """Free bytes on the run's disk; JSON null with `--gpus`."""
+    wanted: int
+
+
 class Plan(Answer):
     """Processes that a profile would start; values that look secret are left out."""
 
@@ -119,6 +133,8 @@ class Plan(Answer):
     """All machines, the supervisor's own first; empty if that is the only one."""
     notes: list[str]
     budget: MemoryBudget
+    disk: DiskBudget | None = None
+    """JSON null if nothing is saved, or the model is unknown."""
     advice: list[str]
     """Settings that fit better."""
     problems: list[Problem]

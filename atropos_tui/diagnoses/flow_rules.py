@@ -61,9 +61,11 @@ Judgement = tuple[str, str, str] | None
 def all_flat(env: str, flow: Flow) -> Judgement:
     if flow.made < MANY or flow.flat < NEARLY_ALL * flow.made:
         return None
+    # Flat groups do not reach the trainer, so its recorded rollouts do not show their scores.
+    scores = f" (newest flat groups: {flow.examples[FLAT]})" if FLAT in flow.examples else ""
     return (
         f"the groups of {env} are flat: nothing is learnt from them",
-        f"{flow.flat} of the newest {flow.made} groups have one score for all of the group",
+        f"{flow.flat} of the newest {flow.made} groups have one score for all of the group{scores}",
         LOOK_AT_ROLLOUTS,
     )
 

@@ -147,7 +147,8 @@ CHARTS = {
     "useful": ChartSpec(
         "Useful groups",
         (CurveSpec("share", "useful_groups"),),
-        "Share of a step's groups that teach something: in the others all scores are equal",
+        "Share of a batch's groups whose scores differ. Flat groups that an environment leaves out "
+        "count as thrown away",
         short="Useful",
         low=0.0,
         high=1.0,

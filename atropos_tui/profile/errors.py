@@ -320,6 +320,10 @@ def _reason_and_fix(
         return f"{reason} {got}", f"write it as a table: depends_on = {{ {entries} }}"
     if bare := _unquoted(value, forms):
         return f"{reason} {got}", f"write it without quotes: {bare}"
+    if quoted := _as_text(value, forms):
+        key = ".".join(map(str, path))
+        fix = f"write it in quotes: {quoted} (in a shell: --set '{printable(key)}={quoted}')"
+        return f"{reason} {got}", fix
     fix = phrases(forms, schema)
     if any("pattern" in form for form in forms) and description:
         fix += f": {_first_sentence(description)}"
@@ -338,6 +342,12 @@ def _unquoted(value: Any, forms: list[Schema]) -> str:
     wanted = {form.get("type") for form in forms}
     fits = kind in wanted or (kind == "integer" and "number" in wanted)
     return value.strip() if fits else ""
+
+
+def _as_text(value: Any, forms: list[Schema]) -> str:
+    """Return a number in quotes if its key needs text."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return f'"{value}"' if is_number and {form.get("type") for form in forms} == {"string"} else ""
 
 
 def _reason(kind: str) -> str:

@@ -16,6 +16,7 @@ from atropos_tui.cli.answers import Validated
 from atropos_tui.cluster.machines import lacking
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.profile.budget import memory
+from atropos_tui.profile.budget.disk import disk_of
 from atropos_tui.profile.budget.fit import advice, settle, split_gpus, split_text
 from atropos_tui.profile.budget.inventory import EXAMPLES, Hardware, named_machine
 from atropos_tui.profile.budget.memory import (
@@ -192,8 +193,15 @@ def _validated(options: argparse.Namespace) -> Validated:
         mode=profile.mode,
         components=[component.name for component in stack.components],
         notes=notes,
-        warnings=site_budget(site, ready.inventory).warnings,
+        warnings=budget_warnings(site, ready.inventory, here=named is None),
     )
+
+
+def budget_warnings(site: Site, inventory: Inventory, *, here: bool = True) -> list[str]:
+    """Memory and disk that the stack may lack."""
+    budget = site_budget(site, inventory)
+    disk = disk_of(site, inventory, budget, here=here)
+    return [*budget.warnings, *(disk.warnings() if disk else [])]
 
 
 def _named(options: argparse.Namespace) -> Hardware | None:
@@ -219,17 +227,20 @@ def plan(options: argparse.Namespace) -> int:
         budget = site_budget(site, inventory)
         short = [placed(problem, profile) for problem in unfit(site, inventory)]
         ways = advice(site, inventory)
+        disk = disk_of(site, inventory, budget, here=named is None)
     notes = [*check_notes(site), *filter(None, [ready.chosen])]
     if options.json:
         more = {
             "notes": notes,
             "budget": as_data(budget),
+            "disk": asdict(disk) | {"wanted": disk.wanted} if disk else None,
             "advice": ways,
             "problems": [asdict(p) for p in short],
         }
         print(json.dumps(redacted(ready.stack) | more, indent=2))
     else:
-        _print_plan(ready.stack, [*notes, *as_lines(budget), *(f"  {line}" for line in ways)])
+        rows = [*as_lines(budget), *(f"  {line}" for line in ways), *(disk.lines() if disk else [])]
+        _print_plan(ready.stack, [*notes, *rows])
     if short:
         raise refused(
             short, f"{'this machine' if named is None else options.gpus} cannot run this profile"

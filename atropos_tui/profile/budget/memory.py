@@ -563,6 +563,7 @@ def ways_out(device: Device, profile: Profile, settings: TrainingConfig) -> list
     row = "pack_tokens" if settings.pack_tokens else "batch_size"
     engines = {engine.name for engine in profile.engines}
     has_engine = any(item.component in engines for item in device.items)
+    optimizer = effective_optimizer(settings, on_gpu=not is_host(device.name))
     ranks = len(profile.trainer.gpus)
     divisible = ranks > 1 and settings.seq_len >= LONG_ROW and not settings.shares_memory
     return [
@@ -574,7 +575,7 @@ def ways_out(device: Device, profile: Profile, settings: TrainingConfig) -> list
         *(["raise trainer.context_parallel, so that ranks share a row"] if divisible else []),
         f"name more than {ranks} under trainer.gpus"
         if ranks > 1
-        else f'set trainer.optimizer = "adafactor" (now {settings.optimizer})',
+        else f'set trainer.optimizer = "adafactor" (now {optimizer})',
     ]
 
 

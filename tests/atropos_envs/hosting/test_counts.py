@@ -257,6 +257,7 @@ async def test_generated_tokens_are_counted_by_the_fate_of_their_group(served: A
     assert tally.sent_tokens == 7 * tally.sent and tally.sent_flat == 0
     for reason in (FLAT, RETURNED_NONE):
         assert tally.left_out_tokens[reason] == 7 * tally.left_out[reason] > 0
+    assert tally.examples[FLAT] == f"score 1 in {tally.left_out[FLAT]}"
     assert tally.left_out_tokens[FAILED] == 7 * tally.failures.total() > 0
 
 

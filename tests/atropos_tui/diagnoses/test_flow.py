@@ -67,6 +67,11 @@ SHORT = Counter({GROUP_SIZE: 9})
         ("groups_all_flat", flow(1, 19), "19 of the newest 20 groups have one score"),
         ("groups_all_flat", flow(0, 8, **WAITS), "8 of the newest 8"),
         (
+            "groups_all_flat",
+            flow(0, 8, examples={FLAT: "score 1 in 5, 0 in 3"}),
+            "(newest flat groups: score 1 in 5, 0 in 3)",
+        ),
+        (
             "groups_left_out",
             flow(0, 1, out=SHORT),
             "9 times another number of completions than group_size",

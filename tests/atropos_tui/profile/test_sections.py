@@ -233,6 +233,11 @@ def test_problems_name_the_file_in_which_the_key_stands(tmp_path: Path) -> None:
             {"api": {"port": 70000}},
             "api.port: out of range (got 70000) give a whole number from 1 to 65535",
         ),
+        (
+            {"trainer": {"env": {"OMP_NUM_THREADS": 2}}},
+            'trainer.env.OMP_NUM_THREADS: wrong type (got 2) write it in quotes: "2" (in a shell: '
+            "--set 'trainer.env.OMP_NUM_THREADS=\"2\"')",
+        ),
         ({"seed": 1.5}, "seed: wrong type (got 1.5) give a whole number from 0 to 4294967295"),
         (
             {"survive": True},
@@ -283,7 +288,7 @@ def test_problems_name_the_file_in_which_the_key_stands(tmp_path: Path) -> None:
         ),
         (
             {"env": {"module": "m", "env": {"API_KEY": 5}}},
-            "env.env.API_KEY: wrong type (got 5) give text in quotes",
+            'env.env.API_KEY: wrong type (got 5) write it in quotes: "5"',
         ),
         (
             {"vllm": {"args": {"api-key": ["s3cret"]}}},
