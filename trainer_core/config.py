@@ -287,6 +287,9 @@ class TrainingConfig(BaseModel):
     vllm_config_path: str | None = None
     """Path of the server's vllm_bridge_config.json; default: from VLLM_BRIDGE_CONFIG_PATH, LOGDIR
     or the run directory."""
+    copy_config_paths: Words | None = None
+    """In shared_vllm: vllm_bridge_config.json of further servers on the trainer's GPU. Each has
+    weights of its own, into which the trainer copies each version."""
     gpu_memory_utilization: float = Field(0.45, gt=0, le=1)
     """Share of the GPU's memory for a vLLM that the trainer starts."""
     vllm_gpu: int | None = Field(None, ge=0)
@@ -560,6 +563,8 @@ def _mode_contradictions(config: TrainingConfig) -> Iterator[str]:
     mode = config.weight_bridge_mode
     if config.single_copy and config.use_shared_memory:
         yield "--single-copy and --use-shared-memory exclude each other: one copy, or a second one"
+    if config.copy_config_paths and mode != "shared_vllm":
+        yield f"--copy-config-paths is for --weight-bridge-mode shared_vllm, not {mode}"
     if config.overlap_publish and not config.sends_weights:
         yield "--overlap-publish is for a broadcast (--use-shared-memory): leave it out"
     if config.use_shared_memory and mode != "shared_vllm":

@@ -274,7 +274,8 @@ def crowded(profile: Profile) -> Iterator[Problem]:
         # With a fixed cache size vLLM does not use its share of the GPU.
         if section.flag("kv-cache-memory-bytes") is None:
             for place in there:
-                on[place].append((index, section.gpu_memory_utilization or VLLM_FRACTION))
+                share = section.gpu_memory_utilization or VLLM_FRACTION
+                on[place] += [(index, share)] * section.per_gpu
         taken = {
             place
             for engine, placements in made

@@ -66,6 +66,7 @@ DERIVED_TRAINER_KEYS = {
     "vllm_gpu": "vllm.gpus",
     "max_model_len": "vllm.max_model_len",
     "vllm_config_path": "mode",
+    "copy_config_paths": "vllm.per_gpu",
     "atropos_url": "api.port",
     "seed": "seed",
 }

@@ -227,11 +227,13 @@ def training_config(site: Site, *, grouped: bool = True) -> TrainingConfig:
     if (address := site.engine_address(engine)) != LOOPBACK:
         derived["vllm_host"] = in_url(address)
     if site.traits.shares_memory:
-        fed = fed[1:]  # the manifest names the first
+        fed = receivers(profile)  # manifests name the others
     if site.traits.other_gpus or len(fed) > 1 or (fed and site.traits.shares_memory):
         derived["vllm_urls"] = [site.engine_url(each) for each in fed]
     if site.traits.shares_memory:
         derived["vllm_config_path"] = str(site.run.manifest(engine.name))
+        if beside := copied(profile):
+            derived["copy_config_paths"] = [str(site.run.manifest(each.name)) for each in beside]
     if engine.max_model_len is not None:
         derived["max_model_len"] = engine.max_model_len
     if profile.trainer.settings.get("use_wandb"):
@@ -285,12 +287,25 @@ def is_shared(profile: Profile, engine: EngineSection) -> bool:
     return traits_of(profile).shares_memory and engine.name == profile.engines[0].name
 
 
+def copied(profile: Profile) -> list[EngineSection]:
+    """Engines in single copy beside the first one on its GPU: the trainer copies each version into
+    their memory."""
+    traits, beside = traits_of(profile), profile.vllm[0].per_gpu
+    return profile.engines[1:beside] if traits.shares_memory and traits.feeds_all else []
+
+
+def is_mapped(profile: Profile, engine: EngineSection) -> bool:
+    """Return True if the trainer maps this engine's weights, to compute with them or to copy."""
+    return is_shared(profile, engine) or engine.name in {each.name for each in copied(profile)}
+
+
 def receivers(profile: Profile) -> list[EngineSection]:
-    """Engines that get the weights by broadcast; in single copy all fed ones but the first."""
+    """Engines that get the weights by broadcast; in single copy all fed ones that the trainer does
+    not map."""
     traits = traits_of(profile)
     if not (traits.other_gpus or traits.shares_memory):
         return []
-    return [engine for engine in fed_engines(profile) if not is_shared(profile, engine)]
+    return [engine for engine in fed_engines(profile) if not is_mapped(profile, engine)]
 
 
 def engine_urls(site: Site) -> str:

@@ -7,12 +7,10 @@ worker's GPU (`policy/tensor_parallel.py`).
 
 from __future__ import annotations
 
-import base64
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +19,11 @@ import torch
 
 from atropos_common.broadcast.group import first_line
 from atropos_common.protocol.bridge import BridgeInfo
-from atropos_common.protocol.manifest import (
-    CudaIpc,
-    Manifest,
-    ManifestError,
-    Shard,
-    TensorEntry,
-    read_manifest,
-)
-from atropos_common.system.run_dir import ENV_LOGDIR, ENV_TOKEN, MANIFEST_NAME, RunDir
+from atropos_common.protocol.manifest import Manifest, ManifestError, Shard
+from atropos_common.system.run_dir import ENV_LOGDIR, MANIFEST_NAME, RunDir
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone, UsageError
 from trainer_core.policy.load import (
-    ANOTHER_MODE,
     attach_views,
     differences,
     empty_model,
@@ -46,13 +36,21 @@ from trainer_core.policy.tensor_parallel import TensorParallel, own_part, parall
 from trainer_core.ranks.world import ALONE, World
 from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.base import Phases, Start, WeightSync
+from trainer_core.weight_sync.mapping import (
+    LEASE_S,
+    answering,
+    has_ended,
+    live_server,
+    meet,
+    one_dtype,
+    open_tensors,
+    server_token,
+)
 
 PROOF = 64.0
 """Factor, and addend, of the value that the server must follow."""
 
 NOT_PROVED = "Sharing not proved at attach ({}); the probe of each step tells"
-LEASE_S = 120.0
-"""Seconds without a resume after which the server acts by itself."""
 
 
 class SingleCopy(WeightSync):
@@ -63,6 +61,8 @@ class SingleCopy(WeightSync):
         self.path = manifest_path(config)
         self._process: psutil.Process | None = None
         self._start = Start()
+        self.tensors: dict[str, torch.Tensor] = {}
+        """The server's parameters by its own names; known from `attach` on."""
         self._lost: str | None = None
 
     @property
@@ -82,7 +82,7 @@ class SingleCopy(WeightSync):
             UsageError: another model or dtype, or tensors that cannot be mapped.
         """
         manifest, info = self.world.share(self._meet)
-        self._process = _live_server(manifest, self.path)
+        self._process = live_server(manifest, self.path)
         began = time.perf_counter()
         self._start = start
         self._model = model = self.world.together(lambda: self.map_model(manifest))
@@ -102,13 +102,8 @@ class SingleCopy(WeightSync):
 
     def _meet(self) -> tuple[Manifest, BridgeInfo]:
         manifest = self._await_server(self.usable_manifest, (ManifestError, EngineGone))
-        self.engines = [ServerClient(manifest.base_url, _token(self.path))]
-        info = self.engine.meet()
-        if info.instance_id != manifest.instance_id:
-            raise ManifestError(
-                f"{self.path} belongs to server instance {manifest.instance_id}, but "
-                f"{manifest.base_url} is {info.instance_id}: remove the file and restart vLLM"
-            )
+        self.engines = [ServerClient(manifest.base_url, server_token(self.path))]
+        info = meet(self.engine, manifest, self.path)
         if why := info.eager_because:
             print(f"[WARNING] the server decodes without CUDA graphs, slower than it could: {why}")
         return manifest, info
@@ -137,7 +132,7 @@ class SingleCopy(WeightSync):
         self.world.agree(None)
 
     def check(self) -> None:
-        if self._process is not None and _ended(self._process):
+        if self._process is not None and has_ended(self._process):
             server = f"the inference server (pid {self._process.pid})"
             raise EngineGone(f"{server} has ended, and the weights with it")
 
@@ -178,14 +173,12 @@ class SingleCopy(WeightSync):
 
     def usable_manifest(self) -> Manifest:
         """Return the manifest of a live server that answers."""
-        manifest = read_manifest(self.path)
-        self._process = _live_server(manifest, self.path)
+        manifest = answering(self.path)
+        self._process = live_server(manifest, self.path)
         port = f":{self.config.vllm_port}"
         if "vllm_port" in self.config.model_fields_set and not manifest.base_url.endswith(port):
             other = f"{self.path} is of the server at {manifest.base_url}"
             raise UsageError(f"{other}, not of --vllm-port {port[1:]}")
-        with closing(ServerClient(manifest.base_url, _token(self.path), timeout_s=5.0)) as engine:
-            engine.info()
         return manifest
 
     def map_model(self, manifest: Manifest) -> torch.nn.Module:
@@ -217,9 +210,9 @@ class SingleCopy(WeightSync):
         shards = self._shards(manifest)
         shard = shards[self.world.rank]
         dtype = one_dtype(shard, self.config.dtype)
-        tensors = open_tensors(shard, self.device)
+        self.tensors = open_tensors(shard, self.device)
         model = empty_model(config, dtype)
-        attach_views(model, tensors, shard, verbose=self.config.debug_loading)
+        attach_views(model, self.tensors, shard, verbose=self.config.debug_loading)
         if len(shards) > 1:
             model.parallel = TensorParallel(model, shards, self.world.rank)  # type: ignore[assignment]
         return model
@@ -299,129 +292,3 @@ def manifest_path(config: TrainingConfig) -> Path:
         return Path(os.environ[ENV_LOGDIR]) / MANIFEST_NAME
     run_dir = RunDir.from_env()
     return run_dir.manifest("vllm") if run_dir else Path(MANIFEST_NAME)
-
-
-def _token(manifest: Path) -> str:
-    if os.environ.get(ENV_TOKEN):
-        return os.environ[ENV_TOKEN]
-    # A server started by hand writes its token beside its manifest.
-    try:
-        return (manifest.parent / "token").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _ended(process: psutil.Process) -> bool:
-    # A zombie has ended, and only waits for its parent.
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return True
-
-
-def _live_server(manifest: Manifest, path: Path) -> psutil.Process:
-    try:
-        process = psutil.Process(manifest.server_pid)
-        alive = not _ended(process)
-        same = abs(process.create_time() - manifest.server_create_time) < 1.0
-    except psutil.Error:
-        alive = same = False
-    # A pid may belong to a later process, which began at another time.
-    if not (alive and same):
-        gone = f"its server (pid {manifest.server_pid}) is gone"
-        raise ManifestError(f"{path}: {gone}; start vLLM again")
-    return process
-
-
-def one_dtype(shard: Shard, wanted: str) -> torch.dtype:
-    """Return the one dtype of all tensors, which `wanted` allows ("auto": any).
-
-    Raises:
-        UsageError: several dtypes, or another one.
-        ManifestError: torch has no such dtype.
-    """
-    dtypes = {entry.dtype: name for name, entry in shard.param_mappings.items()}
-    if len(dtypes) != 1:
-        named = "; ".join(f"{name} is {dtype}" for dtype, name in sorted(dtypes.items()))
-        raise UsageError(
-            f"the server's tensors are of several types ({named}). Start it with --dtype; a model "
-            f"that keeps a part of itself in another type cannot be shared. {ANOTHER_MODE}"
-        )
-    (dtype,) = dtypes
-    if wanted not in ("auto", dtype):
-        theirs = f"the server's weights are {dtype}"
-        raise UsageError(f"{theirs}, the trainer's --dtype is {wanted}: pass --dtype {dtype}")
-    return _dtype(dtype)
-
-
-def open_tensors(shard: Shard, device: torch.device) -> dict[str, torch.Tensor]:
-    """Open the server's tensors by its own names, in its memory.
-
-    Raises:
-        ManifestError: the memory is gone, or on the other kind of device.
-    """
-    if shard.kind == "shm":
-        return _open_shm(shard, device)
-    if device.type != "cuda":
-        where = "the server's weights are on a GPU"
-        raise ManifestError(f"{where}: train with --device cuda on the same one")
-    opened: dict[str, torch.Tensor] = {}
-    for name, entry in shard.param_mappings.items():
-        if entry.ipc_handle is None:
-            raise ManifestError(f"{name}: no CUDA handle in the manifest")
-        opened[name] = _view(_open_cuda(entry.ipc_handle, device), entry, name)
-    return opened
-
-
-def _open_shm(shard: Shard, device: torch.device) -> dict[str, torch.Tensor]:
-    path = Path(shard.shm_path or "")
-    if device.type != "cpu":
-        where = f"the server's weights are in {path}, CPU memory"
-        raise ManifestError(f"{where}: train with --device cpu")
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        gone = f"the server's weights are gone ({error.strerror})"
-        raise ManifestError(f"{path}: {gone}; restart vLLM") from None
-    # Reading mapped pages behind the end of a file kills the process.
-    if size < shard.shm_bytes:
-        wrong = f"{size} bytes, the manifest says {shard.shm_bytes}"
-        raise ManifestError(f"{path}: {wrong}; restart vLLM")
-    storage = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=shard.shm_bytes)
-    return {name: _view(storage, entry, name) for name, entry in shard.param_mappings.items()}
-
-
-def _open_cuda(ipc: CudaIpc, device: torch.device) -> torch.UntypedStorage:
-    torch.cuda.init()
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(
-        index,
-        base64.b64decode(ipc.handle),
-        ipc.storage_bytes,
-        ipc.storage_offset_bytes,
-        base64.b64decode(ipc.ref_counter_handle),
-        ipc.ref_counter_offset,
-        base64.b64decode(ipc.event_handle),
-        ipc.event_sync_required,
-    )
-    return storage
-
-
-def _view(storage: torch.UntypedStorage, entry: TensorEntry, name: str) -> torch.Tensor:
-    empty = torch.empty(0, dtype=_dtype(entry.dtype), device=storage.device)
-    try:
-        steps = zip(entry.shape, entry.stride, strict=True)
-        end = (entry.offset + sum((n - 1) * step for n, step in steps) + 1) * empty.element_size()
-        if min([entry.offset, *entry.shape, *entry.stride]) < 0 or end > storage.nbytes():
-            raise ValueError(f"of {storage.nbytes()} bytes it would take {end}")
-        return empty.set_(storage, entry.offset, tuple(entry.shape), tuple(entry.stride))
-    except (RuntimeError, ValueError) as error:
-        what = f"{name}: not a tensor of the server's memory ({error})"
-        raise ManifestError(f"{what}; restart vLLM") from None
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ManifestError(f"the manifest names a type {name}, which this torch does not have")
-    return dtype

@@ -38,6 +38,7 @@ from atropos_tui.profile.site import (
     Site,
     engine_model,
     fed_engines,
+    is_mapped,
     is_shared,
     longest_sequence,
     receivers,
@@ -281,8 +282,11 @@ class _Builder:
             held += size
             self.add(names, section.name, what, size, note, estimate=estimate)
 
-        shared = is_shared(self.profile, section)
-        only = "the only copy: the trainer attaches to it" if shared else ""
+        only = ""
+        if is_shared(self.profile, section):
+            only = "the only copy: the trainer attaches to it"
+        elif is_mapped(self.profile, section):
+            only = "the trainer copies each version into it"
         add("weights", math.ceil(model.stored_bytes(width) / section.gpus_per_copy), only)
         if self.traits.lora and fed:
             elements = slot_elements(model, section, self.settings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from atropos_common.net.ports import is_loopback
 from atropos_common.protocol import stages
@@ -38,7 +38,7 @@ from atropos_tui.profile.site import (
     Site,
     engine_model,
     is_fed,
-    is_shared,
+    is_mapped,
     meeting_address,
     receivers,
 )
@@ -108,7 +108,7 @@ def engine_specs(
         for rank in range(len(names))
     ]
     place = site.place(section.node if site.profile.is_spread else None)
-    shared = is_shared(site.profile, section)
+    shared = is_mapped(site.profile, section)
     manifest = str(site.run.manifest(section.name))
     first = spec_of(
         site,
@@ -117,7 +117,7 @@ def engine_specs(
         role=Role.ENGINE,
         command=commands[0],
         env=_variables(site, section, settings) | node_address(site, placements, 0),
-        depends_on=dict.fromkeys(after, "completed"),
+        depends_on=dict.fromkeys(after, "completed") | _after_neighbour(site, section),
         probes=_probes(site.engine_url(section), [FileCheck(path=manifest)] if shared else []),
         port=section.port,
         port_held=is_held(place, site.engine_address(section)),
@@ -127,8 +127,8 @@ def engine_specs(
         clears=[manifest, *_shm_files(site, section)] if shared else [],
         scratch=True,  # vLLM leaves sockets and files of its process groups there
         stages=ENGINE_STAGES,
-        # The parts of one server restart together. In single copy the trainer computes on this
-        # engine's memory.
+        # The parts of one server restart together. In single copy the trainer maps this engine's
+        # memory.
         restart_with=[
             *names[1:],
             *(["trainer"] if shared and site.traits.trainer_follows_engine else []),
@@ -142,6 +142,13 @@ def engine_specs(
         for rank in range(1, len(names))
     )
     return [first, *others]
+
+
+def _after_neighbour(site: Site, section: EngineSection) -> dict[str, Literal["healthy"]]:
+    # At its start vLLM measures the GPU's free memory, which nobody else may change meanwhile.
+    engines = [each for each in site.profile.engines if section.gpus and each.gpus == section.gpus]
+    at = [each.name for each in engines].index(section.name) if engines else 0
+    return {engines[at - 1].name: "healthy"} if at else {}
 
 
 def _variables(site: Site, section: EngineSection, settings: TrainingConfig) -> dict[str, str]:
@@ -203,7 +210,7 @@ def _engine_part(
 
 def _fed_variables(site: Site, section: EngineSection, settings: TrainingConfig) -> dict[str, str]:
     environment: dict[str, str] = {}
-    if is_shared(site.profile, section):
+    if is_mapped(site.profile, section):
         environment |= {
             "VLLM_ENABLE_SHARED_WEIGHTS": "1",
             "ATROPOS_SHM_NAME": _shm_name(site, section),

@@ -552,10 +552,12 @@ def _gpu_lists(profile: Profile) -> Iterator[Problem]:
         key, count, each = f"vllm.{index}.gpus", len(section.gpus), section.gpus_needed
         # The modes with one fed engine feed the first [[vllm]], which must then be a single server.
         alone = index == 0 and not traits_of(profile).feeds_all
-        engines = 1 if alone else len(section.engines)
+        engines = 1 if alone else len(section.engines) // section.per_gpu
         if alone and (section.replicas or 1) > 1:
             fix = 'leave it out, or use mode = "broadcast" with separate GPUs for the trainer'
             yield one_engine_fed(section.replicas or 1, fix, f"vllm.{index}.replicas")
+        elif wrong := _per_gpu(profile, index, alone=alone):
+            yield wrong
         elif len(set(section.gpus)) < count:
             yield gpu_named_twice(section.gpus, key)
         elif section.gpus and count != engines * each:
@@ -569,6 +571,30 @@ def _gpu_lists(profile: Profile) -> Iterator[Problem]:
                 f"then",
                 key=key,
             )
+
+
+def _per_gpu(profile: Profile, index: int, *, alone: bool) -> Problem | None:
+    """Return what is against several engines on the same GPUs."""
+    section, key = profile.vllm[index], f"vllm.{index}.per_gpu"
+    if section.per_gpu == 1:
+        return None
+    if alone:
+        fix = 'leave it out, or use mode = "shared_vllm" or "none"'
+        return one_engine_fed(section.per_gpu, fix, key)
+    if profile.is_spread:
+        return Problem(
+            "engines on the same GPUs are for a stack on one machine", "leave it out", key
+        )
+    made = {each.name for each, _ in profile.placed[index]}
+    if sent := [each.name for each in receivers(profile) if each.name in made]:
+        return Problem(
+            f"{', '.join(sent)} would get the weights by broadcast, and NCCL takes one engine a "
+            "GPU",
+            'leave it out, use mode = "none", or mode = "shared_vllm" with the trainer on the only '
+            "GPU of the engines",
+            key,
+        )
+    return None
 
 
 def _logprobs(profile: Profile) -> Iterator[Problem]:

@@ -123,6 +123,69 @@ def test_single_copy_with_an_engine_beside_it(gpus: list[int]) -> None:
     assert urls == [f"{url}/v1" for url in settings.engine_urls]
 
 
+@pytest.mark.parametrize("gpus", [[], [1]])
+def test_engines_on_the_trainers_gpu_get_copies(gpus: list[int]) -> None:
+    trainer = {"batch_size": 16} if gpus else CPU
+    vllm = {"gpus": gpus, "per_gpu": 3, "port": 9100, "gpu_memory_utilization": 0.2}
+    chosen = profile(vllm, mode="shared_vllm", trainer=trainer)
+    assert problems(chosen) == []
+    planned = parts(chosen)
+    names = ["vllm-0", "vllm-1", "vllm-2"]
+    engines = [planned[name] for name in names]
+    assert [engine.gpus for engine in engines] == [gpus] * 3
+    assert planned["trainer"].gpus == gpus
+    for name, engine in zip(names, engines, strict=True):
+        assert engine.env["VLLM_ENABLE_SHARED_WEIGHTS"] == "1" and name in str(engine.clears)
+        assert "ATROPOS_WEIGHT_UPDATES" not in engine.env
+        assert engine.restart_with == ["trainer"], "its memory is mapped there"
+    assert len({engine.env["ATROPOS_SHM_NAME"] for engine in engines}) == 3
+    # vLLM measures free memory while it starts.
+    waits = [engine.depends_on for engine in engines]
+    healthy = [{}, {"vllm-0": "healthy"}, {"vllm-1": "healthy"}]
+    assert waits == (healthy if gpus else [{}] * 3)
+    settings = training_config(make_site(chosen, RUN_DIR, run_id="r"))
+    assert settings.vllm_urls is None and not settings.sends_weights
+    manifests = [str(settings.vllm_config_path), *(settings.copy_config_paths or [])]
+    assert [Path(each).parent.name for each in manifests] == names
+    assert len(planned["env"].env[ENV_ENGINE_URLS].split()) == 3
+
+
+@pytest.mark.parametrize(
+    ("mode", "vllm", "reason"),
+    [
+        ("broadcast", {"gpus": [0], "per_gpu": 2}, "NCCL takes one engine a GPU"),
+        ("shared_vllm", {"gpus": [0, 1], "per_gpu": 2}, "vllm-2, vllm-3 would get the weights"),
+        ("lora_restart", {"gpus": [0], "per_gpu": 2}, "2 engines"),
+        (
+            "shared_vllm",
+            {"gpus": [0], "per_gpu": 2, "gpu_memory_utilization": 0.6},
+            "take 1.20 of its memory (vllm 0.6 + vllm 0.6)",
+        ),
+        (
+            "shared_vllm",
+            {"gpus": [0, 1], "tensor_parallel": 2, "per_gpu": 2, "gpu_memory_utilization": 0.2},
+            "the whole model on the trainer's GPU",
+        ),
+    ],
+)
+def test_engines_on_the_same_gpus_that_cannot_be(
+    mode: str, vllm: dict[str, Any], reason: str
+) -> None:
+    trainer = {"batch_size": 16, "gpus": [3]} if mode == "broadcast" else {"batch_size": 16}
+    found = problems(profile(vllm, mode=mode, trainer=trainer))
+    assert any(reason in text for _, text in found), found
+
+
+def test_engines_on_the_same_gpu_by_reload() -> None:
+    chosen = profile(
+        {"gpus": [0], "per_gpu": 2, "gpu_memory_utilization": 0.3},
+        mode="none",
+        trainer={"batch_size": 16, "gpus": [1]},
+    )
+    assert problems(chosen) == []
+    assert [part.gpus for name, part in parts(chosen).items() if "vllm" in name] == [[0], [0]]
+
+
 @pytest.mark.parametrize(
     ("mode", "vllm", "more", "key", "reason"),
     [

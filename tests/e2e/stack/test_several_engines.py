@@ -1,4 +1,5 @@
-"""Two real engines by `vllm.replicas = 2`: each gets half of the requests, and every version."""
+"""Two real engines by `vllm.replicas = 2` or `vllm.per_gpu = 2`: each gets half of the requests,
+and every version."""
 
 from __future__ import annotations
 
@@ -49,15 +50,23 @@ def log_of(run: RunDir, component: str) -> str:
     )
 
 
-@pytest.mark.parametrize("mode", ["none", "broadcast", "shared_vllm"])
+@pytest.mark.parametrize(
+    ("mode", "key"),
+    [
+        ("none", "replicas"),
+        ("broadcast", "replicas"),
+        ("shared_vllm", "replicas"),
+        ("shared_vllm", "per_gpu"),
+    ],
+)
 def test_each_engine_gets_its_share_and_every_version(
-    stack: Callable[..., LiveStack], mode: str
+    stack: Callable[..., LiveStack], mode: str, key: str
 ) -> None:
     first = free_pair()
     run = stack(
         mode=mode,
         vllm__port=first,
-        vllm__replicas=2,
+        **{f"vllm__{key}": 2},
         trainer__training_steps=8,
         trainer__vllm_restart_interval=2,
         trainer__checkpoint_interval=0,
@@ -74,10 +83,19 @@ def test_each_engine_gets_its_share_and_every_version(
     lags = [step.policy_lag_max for step in run.steps()]
     assert None not in lags and max(lags) <= 3, "rollouts of both engines have a known version"
     assert {record.verdict for record in run.telemetry("alignment")} == {"ok"}
+    if key == "per_gpu":
+        copied = [record.phases["copy"] for record in run.telemetry("sync")]
+        assert len(copied) >= 8 and max(copied[1:]) < 1.0, copied
+    else:
+        assert_told(run, mode, first)
+    run.assert_nothing_left()
+
+
+def assert_told(run: LiveStack, mode: str, first: int) -> None:
+    """The log names each server that the trainer fed."""
     for name, port in zip(NAMES, (first, first + 1), strict=True):
         told = f":{port} answers with weight version" in log_of(run.run, "trainer")
         assert told or mode == "broadcast" or (mode, name) == ("shared_vllm", "vllm-0"), name
-    run.assert_nothing_left()
 
 
 def test_an_engine_that_is_killed_costs_no_rollout_and_comes_back(
@@ -155,4 +173,38 @@ def test_single_copy_with_an_engine_beside_it_survives_each_of_them(
     assert {record.verdict for record in alignments} == {"ok"}
     assert sum(bool(record.probe_tokens) for record in alignments) >= 10, "of both, by turns"
     assert any(record.left_out for record in run.telemetry("sync")), "one was away meanwhile"
+    run.assert_nothing_left()
+
+
+@pytest.mark.timeout(900)
+def test_the_end_of_any_engine_on_the_trainers_device_costs_no_step(
+    stack: Callable[..., LiveStack],
+) -> None:
+    """The trainer maps the memory of both, so that it restarts with either of them."""
+    first = free_pair()
+    run = stack(
+        mode="shared_vllm",
+        vllm__port=first,
+        vllm__per_gpu=2,
+        trainer__training_steps=5000,
+        trainer__checkpoint_interval=0,
+    )
+    run.until_step(5, timeout=240)
+    for at, name in enumerate(("vllm-1", "vllm-0"), 2):
+        os.kill(run.pid_of(name), signal.SIGKILL)
+        again = lambda at=at: {s.attempt for s in run.states("trainer")} >= {at}  # noqa: E731
+        run.until(again, 240, f"the trainer restarted with {name}")
+        run.until_step(len(run.steps()) + 4, timeout=240)
+        seen = versions(first)
+        assert abs(seen[0] - seen[1]) <= 1 and min(seen) >= len(run.steps()) - 2, (name, seen)
+    run.cli("down", timeout=180)
+    run.wait(timeout=60)
+    attempts = {
+        name: {s.attempt for s in run.states(name)} for name in (*NAMES, "trainer", "arithmetic")
+    }
+    assert attempts["vllm-0"] == attempts["vllm-1"] == {1, 2}
+    assert attempts["trainer"] == {1, 2, 3} and attempts["arithmetic"] == {1}
+    steps = [step.step for step in run.telemetry("step")]
+    assert steps == list(range(1, len(steps) + 1)), "no step is lost or repeated"
+    assert {record.verdict for record in run.telemetry("alignment")} == {"ok"}
     run.assert_nothing_left()

@@ -182,7 +182,9 @@ def test_an_error_of_the_gpu_is_the_server_s_end_where_it_has_ended(
 
     class Dying(Recorded):
         def next_batch(self, *args: Any, **kwargs: Any) -> Any:
-            monkeypatch.setattr("trainer_core.weight_sync.shared_vllm._ended", lambda process: True)
+            monkeypatch.setattr(
+                "trainer_core.weight_sync.shared_vllm.has_ended", lambda process: True
+            )
             return super().next_batch(*args, **kwargs)
 
     monkeypatch.setattr(SingleCopy, "_move_out", illegal)

@@ -39,7 +39,8 @@ from trainer_core.loop import TrainResult, train
 from trainer_core.policy.load import attach_views, empty_model, load_config, load_model
 from trainer_core.policy.logprobs import sequence_logprobs
 from trainer_core.weight_sync.base import Start
-from trainer_core.weight_sync.shared_vllm import SingleCopy, open_tensors
+from trainer_core.weight_sync.mapping import open_tensors
+from trainer_core.weight_sync.shared_vllm import SingleCopy
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from trainer_core.errors import UsageError
 from trainer_core.ranks.world import World
 from trainer_core.weight_sync.base import Start, make_sync
 from trainer_core.weight_sync.broadcast import Broadcast
-from trainer_core.weight_sync.shared_and_sent import SingleCopyAndBroadcast
+from trainer_core.weight_sync.shared_and_sent import SingleCopyAndOthers
 
 CPU = torch.device("cpu")
 
@@ -106,10 +106,10 @@ def test_at_the_beginning_one_that_never_comes_is_left_out(receiver: Receiver) -
 
 def test_further_servers_choose_the_strategy_and_need_one_rank() -> None:
     sync = make_sync(config("http://127.0.0.1:9"), CPU, threading.Event())
-    assert isinstance(sync, SingleCopyAndBroadcast) and sync.shares_memory
+    assert isinstance(sync, SingleCopyAndOthers) and sync.shares_memory
     sync.world = World()
     sync.world.size = 2
     with pytest.raises(UsageError, match="whole model on one GPU"):
         sync.attach(Start())
     alone = make_sync(config(), CPU, threading.Event())
-    assert not isinstance(alone, SingleCopyAndBroadcast)
+    assert not isinstance(alone, SingleCopyAndOthers)

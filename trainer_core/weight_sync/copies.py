@@ -1,0 +1,133 @@
+"""Servers on the trainer's GPU with weights of their own: each gets a copy of every version."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from atropos_common.protocol.bridge import InFlight
+from atropos_common.protocol.manifest import ManifestError
+from trainer_core.config import TrainingConfig
+from trainer_core.errors import EngineGone
+from trainer_core.server.client import ServerClient
+from trainer_core.server.lifecycle import supervised, wait_for_server
+from trainer_core.weight_sync.mapping import (
+    LEASE_S,
+    answering,
+    has_ended,
+    live_server,
+    meet,
+    open_tensors,
+    server_token,
+)
+
+Tensors = Mapping[str, torch.Tensor]
+"""Parameters by the server's names."""
+
+
+@dataclass(frozen=True)
+class _Copy:
+    engine: ServerClient
+    process: psutil.Process
+    tensors: Tensors
+
+
+class Copies:
+    """The servers of `copy_config_paths`.
+
+    They serve the same model with the same dtype, so that all their parameters have the names and
+    shapes of the first server's, which are the trainer's.
+    """
+
+    def __init__(self, config: TrainingConfig, device: torch.device, stop: threading.Event) -> None:
+        self.config, self.device, self.stop = config, device, stop
+        self.paths = [Path(path) for path in config.copy_config_paths or []]
+        self._source: Tensors = {}
+        self._copies: list[_Copy] = []
+        supervisor = supervised(config, stop)
+        self._coming = supervisor.coming if supervisor else lambda: None
+
+    @property
+    def engines(self) -> list[ServerClient]:
+        return [each.engine for each in self._copies]
+
+    def feed(self, source: Tensors, version: int) -> None:
+        """Wait for each server, map its parameters, and write `source` into them.
+
+        Raises:
+            ManifestError: no usable manifest within `engine_timeout`, or another model.
+        """
+        self._source = source
+        for path in self.paths:
+            copy = self._map(path)
+            self._copies.append(copy)
+            self._write(copy, version, in_flight="keep")
+            print(f"✓ {copy.engine.base_url} has a copy of the weights, version {version}")
+
+    def publish(self, version: int) -> None:
+        """Write the present weights into each server.
+
+        Raises:
+            EngineGone: one has ended, or does not answer.
+        """
+        for copy in self._copies:
+            self._write(copy, version, in_flight=self.config.in_flight)
+
+    def check(self) -> None:
+        """Raise `EngineGone` if a server has ended."""
+        for copy in self._copies:
+            if has_ended(copy.process):
+                raise EngineGone(f"{_name(copy)} has ended, and its copy of the weights with it")
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+
+    def _map(self, path: Path) -> _Copy:
+        manifest = wait_for_server(
+            lambda: answering(path),
+            self.config.engine_timeout,
+            self.stop,
+            meanwhile=(ManifestError, EngineGone),
+            coming=self._coming,
+        )
+        engine = ServerClient(manifest.base_url, server_token(path))
+        meet(engine, manifest, path)
+        (shard,) = manifest.ranks.values()
+        tensors = open_tensors(shard, self.device)
+        if odd := _differences(self._source, tensors):
+            raise ManifestError(f"{path} is of another model than the first server's: {odd}")
+        return _Copy(engine, live_server(manifest, path), tensors)
+
+    @torch.no_grad()
+    def _write(self, copy: _Copy, version: int, *, in_flight: InFlight) -> None:
+        wait_s = self.config.in_flight_timeout
+        copy.engine.pause(dirty=True, lease_s=LEASE_S, in_flight=in_flight, wait_s=wait_s)
+        # Writing into a dead process's memory would make every later use of the GPU fail.
+        if has_ended(copy.process):
+            raise EngineGone(f"{_name(copy)} has ended")
+        for name, tensor in copy.tensors.items():
+            tensor.copy_(self._source[name])
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        copy.engine.resume(version)
+
+
+def _differences(source: Tensors, tensors: Tensors) -> str:
+    if missing := sorted(source.keys() ^ tensors.keys()):
+        return f"only one of them has {', '.join(missing[:3])}"
+    for name, tensor in tensors.items():
+        here = source[name]
+        if (tensor.shape, tensor.dtype) != (here.shape, here.dtype):
+            ours, theirs = (f"{list(each.shape)} {each.dtype}" for each in (here, tensor))
+            return f"{name} is {theirs} there and {ours} here"
+    return ""
+
+
+def _name(copy: _Copy) -> str:
+    return f"the inference server at {copy.engine.base_url} (pid {copy.process.pid})"
