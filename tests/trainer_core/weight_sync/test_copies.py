@@ -1,0 +1,117 @@
+"""Servers on the trainer's GPU beside the one in single copy."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from atropos_common.protocol.manifest import ManifestError, write_manifest
+from tests.trainer_core.stand_ins import Engine, plain_model, run_config
+from trainer_core.errors import EngineGone, UsageError
+from trainer_core.ranks.world import World
+from trainer_core.weight_sync.base import Start, WeightSync, make_sync
+from trainer_core.weight_sync.shared_and_sent import SingleCopyAndOthers
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def beside(tmp_path: Path, base: Path, engine: Engine) -> Iterator[Engine]:
+    """A second server of the same model, whose weights were lost."""
+    folder = tmp_path / "beside"
+    folder.mkdir()
+    made = Engine(folder, plain_model(base))
+    for tensor in made.tensors.values():
+        tensor.zero_()
+    yield made
+    made.close()
+
+
+def sync_of(engine: Engine, beside: Engine, base: Path, folder: Path, **fields: Any) -> WeightSync:
+    paths = [str(beside.manifest_path)]
+    config = run_config(engine, base, folder, copy_config_paths=paths, **fields)
+    return make_sync(config, CPU, threading.Event())
+
+
+def assert_equal(engine: Engine, beside: Engine) -> None:
+    for name, tensor in engine.tensors.items():
+        assert torch.equal(tensor, beside.tensors[name]), name
+
+
+def test_each_version_is_copied_while_the_server_is_paused(
+    engine: Engine, beside: Engine, base: Path, tmp_path: Path
+) -> None:
+    sync = sync_of(engine, beside, base, tmp_path, in_flight="keep")
+    assert isinstance(sync, SingleCopyAndOthers)
+    model = sync.attach(Start(version=3))
+    assert_equal(engine, beside)
+    assert [each.base_url for each in sync.engines] == [engine.url, beside.url]
+    assert beside.version == 3 and beside.calls[-2:] == ["/bridge/pause", "/bridge/resume"]
+
+    def write() -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.5)
+
+    report = sync.publish(4, write)
+    assert report.moved and report.phases["copy"] > 0
+    assert_equal(engine, beside)
+    assert (engine.version, beside.version) == (4, 4) and not beside.paused
+    sync.close()
+
+
+def test_another_model_is_refused(
+    engine: Engine, beside: Engine, base: Path, tmp_path: Path
+) -> None:
+    name, entry = next(iter(beside.manifest.ranks[0].param_mappings.items()))
+    entry.shape = [entry.shape[0] - 1, *entry.shape[1:]]
+    write_manifest(beside.manifest, beside.manifest_path)
+    with pytest.raises(ManifestError, match=f"of another model than the first server's: {name} is"):
+        sync_of(engine, beside, base, tmp_path).attach(Start())
+    assert "/bridge/pause" not in beside.calls
+
+
+def test_a_server_that_has_ended_is_not_written_to_and_no_step_is_lost(
+    engine: Engine, beside: Engine, base: Path, tmp_path: Path
+) -> None:
+    server = subprocess.Popen(["sleep", "60"])
+    beside.manifest.server_pid = server.pid
+    beside.manifest.server_create_time = psutil.Process(server.pid).create_time()
+    write_manifest(beside.manifest, beside.manifest_path)
+    sync = sync_of(engine, beside, base, tmp_path)
+    model = sync.attach(Start())
+    sync.check()
+    server.send_signal(signal.SIGKILL)
+    server.wait()
+    with pytest.raises(EngineGone, match="has ended"):
+        sync.check()
+    before = {name: tensor.clone() for name, tensor in beside.tensors.items()}
+
+    def write() -> None:
+        with torch.no_grad():
+            model.get_parameter("model.norm.weight").fill_(7.0)
+
+    with pytest.raises(EngineGone, match="has ended"):
+        sync.publish(1, write)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in beside.tensors.items())
+    # The first server lives, so its memory still has the step.
+    assert sync.let_go({}) == ""
+    engine.tensors["model.norm.weight"].zero_()
+    assert model.get_parameter("model.norm.weight").eq(7.0).all(), "in memory of its own"
+    sync.close()
+
+
+def test_it_needs_one_rank(engine: Engine, beside: Engine, base: Path, tmp_path: Path) -> None:
+    sync = sync_of(engine, beside, base, tmp_path)
+    sync.world = World()
+    sync.world.size = 2
+    with pytest.raises(UsageError, match="--copy-config-paths in single copy needs the whole"):
+        sync.attach(Start())
