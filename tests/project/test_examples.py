@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from atropos_tui.cli import main
+from tests.e2e.live_stack import free_ports
 
 ROOT = Path(__file__).parents[2]
 PROFILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*/*.toml"))
@@ -15,7 +16,10 @@ PROFILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("examp
 @pytest.mark.parametrize("profile", PROFILES)
 def test_a_profile_is_valid(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert main.run(["validate", profile]) == 0
+    # A run on this machine may use the profile's own.
+    api, engine = free_ports(2)
+    ports = ["--set", f"api.port={api}", "--set", f"vllm.port={engine}"]
+    assert main.run(["validate", profile, *ports]) == 0
 
 
 def test_every_example_has_a_readme_and_a_line_in_the_list() -> None:
