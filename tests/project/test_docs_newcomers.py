@@ -49,6 +49,8 @@ def keys_of(kind: type[DOMNode]) -> dict[tuple[str, str], str]:
     """Return the keys of each action of a class, by description and name in the key file."""
     found: dict[tuple[str, str], list[str]] = {}
     for binding in Binding.make_bindings(vars(kind)["BINDINGS"]):
+        if kind is ReplayApp and binding.action == "home":
+            continue  # it has no list of runs, so its help leaves the key out too
         about = binding.tooltip or binding.description, binding.id or ""
         found.setdefault(about, []).append(f"`{format_key(binding.key)}`")
     return {about: " ".join(keys) for about, keys in found.items()}
