@@ -35,6 +35,7 @@ from atropos_tui.profile.checks.consistency import (
     placed,
 )
 from atropos_tui.profile.checks.preflight import lacks, machines_of, mismatches, preflight, unfit
+from atropos_tui.profile.checks.turns import turn_warnings
 from atropos_tui.profile.errors import did_you_mean, in_words, printable, refused
 from atropos_tui.profile.plan import redacted, stack_of
 from atropos_tui.profile.profile import Profile, load_profile, profile_schema
@@ -193,15 +194,15 @@ def _validated(options: argparse.Namespace) -> Validated:
         mode=profile.mode,
         components=[component.name for component in stack.components],
         notes=notes,
-        warnings=budget_warnings(site, ready.inventory, here=named is None),
+        warnings=warnings_of(site, ready.inventory, here=named is None),
     )
 
 
-def budget_warnings(site: Site, inventory: Inventory, *, here: bool = True) -> list[str]:
-    """Memory and disk that the stack may lack."""
+def warnings_of(site: Site, inventory: Inventory, *, here: bool = True) -> list[str]:
+    """Memory and disk that the stack may lack, and answers to chats that may run on."""
     budget = site_budget(site, inventory)
     disk = disk_of(site, inventory, budget, here=here)
-    return [*budget.warnings, *(disk.warnings() if disk else [])]
+    return [*budget.warnings, *(disk.warnings() if disk else []), *turn_warnings(site)]
 
 
 def _named(options: argparse.Namespace) -> Hardware | None:

@@ -31,7 +31,7 @@ from atropos_tui.cli.manage import runs
 from atropos_tui.cli.manage.cleanup import left_text, with_processes
 from atropos_tui.cli.manage.control import open_screen, print_end
 from atropos_tui.cli.show import Printer, StepLines, exit_if_blocked
-from atropos_tui.cli.start.profiles import budget_warnings, checked, read_env_files, warn_unused
+from atropos_tui.cli.start.profiles import checked, read_env_files, warn_unused, warnings_of
 from atropos_tui.cluster import slurm
 from atropos_tui.cluster.doctor import refuse_unfit
 from atropos_tui.errors import Exit, Problem, UserError
@@ -87,7 +87,7 @@ def up(options: argparse.Namespace) -> int:
     if not queued:
         # A resumed run has checkpoints already, so the free space says little.
         fresh = options.resume is None
-        for warning in budget_warnings(ready.site, ready.inventory, here=fresh):
+        for warning in warnings_of(ready.site, ready.inventory, here=fresh):
             print(f"WARNING {warning}", file=sys.stderr)
     profile, stack = ready.site.profile, ready.stack
     warn_unused(dotenv, stack.variables)
