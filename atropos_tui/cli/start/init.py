@@ -514,6 +514,8 @@ def _placement(answers: Answers) -> Changes:
         threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
         return {
             "vllm": vllm | {"gpus": None, "gpu_memory_utilization": None},
+            # The engine fills its queue long before the trainer has made a step.
+            "env.args": {"env.max_batches_offpolicy": 1},
             "vllm.env": threads | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
             "vllm.args": args,
             "trainer": trainer,

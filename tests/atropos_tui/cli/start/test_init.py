@@ -366,7 +366,7 @@ def test_an_environment_of_ones_own_keeps_what_its_file_sets(
     assert section.name == name and (section.module or "") == (
         "pack.my_task" if "pack" in env else ""
     )
-    assert not section.args
+    assert section.args == {"env.max_batches_offpolicy": 1}, "the trainer limits a CPU"
     assert (
         "sets group_size = 5, max_token_length = 256, steps_per_eval = 2"
         in Path("p.toml").read_text()
