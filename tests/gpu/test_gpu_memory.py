@@ -121,7 +121,7 @@ async def test_killed_and_stopped_give_their_memory_back_first(tmp_path: Path) -
         client = ControlClient(run.folder)
         status = await client.status()
         async with asyncio.timeout(10):  # the card is looked at every second or two
-            while status.gpus[0].used_bytes < FIRST + SECOND:
+            while status.gpus[0].used_bytes < before + FIRST + SECOND:
                 await asyncio.sleep(0.1)
                 status = await client.status()
         assert status.gpus[0].total_bytes > status.gpus[0].used_bytes

@@ -30,8 +30,8 @@ GPU = torch.device("cuda")
 def _steps(
     steps: int, side: int = 1024, count: int = 96, **fields: Any
 ) -> tuple[torch.Tensor, int, float]:
-    """Return the weights after `steps` steps, the peak bytes of a step beyond weights and
-    gradients, and its seconds."""
+    """Return the weights after `steps` steps in the host's memory, where they count in no later
+    peak, the peak bytes of a step beyond weights and gradients, and its seconds."""
     torch.manual_seed(0)
     model = torch.nn.ParameterList(
         torch.randn(side, side, device=GPU).mul_(0.02).bfloat16() for _ in range(count)
@@ -57,7 +57,7 @@ def _steps(
         stepper.write()
     whole = split_tensors(stepper.state_dict())[1]
     assert all(torch.isfinite(t).all() for t in whole.values() if t.is_floating_point())
-    return torch.cat([p.detach().flatten() for p in model]), most, lasted
+    return torch.cat([p.detach().flatten().cpu() for p in model]), most, lasted
 
 
 @pytest.mark.parametrize("gradients", ["float32", "bfloat16"])
@@ -118,7 +118,8 @@ def _gradient(offload: bool) -> tuple[torch.Tensor, int]:
     for _ in range(2):  # the second with the host's memory at hand
         torch.cuda.reset_peak_memory_stats()
         accumulate(model, stepper, rows, Objective(config), 1)
-    return torch.cat([g.flatten() for g in stepper.gradients]), torch.cuda.max_memory_allocated()
+    gradients = torch.cat([g.flatten().cpu() for g in stepper.gradients])
+    return gradients, torch.cuda.max_memory_allocated()
 
 
 def test_checkpointed_activations_come_back_the_same() -> None:
