@@ -70,9 +70,16 @@ def main() -> int:
 
 
 def chosen(parts: list[str]) -> list[str]:
-    """Return the entries of `environments.toml` that a part of a name selects, else `NAMES`."""
+    """Return the entries of `environments.toml` that a name or a part of it selects; without parts
+    `NAMES`."""
     known = [each["name"] for each in listed()]
-    return [name for name in known if any(part in name for part in parts)] if parts else [*NAMES]
+    wanted = {
+        name
+        for part in parts
+        for name in known
+        if name == part or (part in name and part not in known)
+    }
+    return [name for name in known if name in wanted] if parts else [*NAMES]
 
 
 def profile_of(names: list[str], model: Path, *, cpu: bool) -> dict[str, Any]:

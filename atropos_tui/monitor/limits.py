@@ -40,6 +40,10 @@ MORE_ENGINE = {
     "shared_vllm": f"{FURTHER_ENGINE}, with [trainer] gpus = the first of them",
     "lora_restart": "mode lora_only with more engines",
 }
+# Modes in which several engines can use the same GPUs, and the share of the newest seconds in which
+# a GPU computes below which the Python of its one engine is the limit.
+PER_GPU_MODES = ("shared_vllm", "none")
+HARDLY_BUSY, BUSY_S = 0.5, 60.0
 # Modes in which trainer and engine use the same GPUs.
 SHARED_MODES = ("shared_vllm",)
 
@@ -250,6 +254,7 @@ def _by_engine(run: Run, found: Rates) -> Limit:
         engines = (part for part in run.info.components if part.role is Role.ENGINE)
         if any("--enforce-eager" in engine.command for engine in engines):
             do.append("no enforce-eager")
+        do = _more_per_gpu(run, names) + do
     if found.flow and found.flow.slots:
         running, slots = found.flow.running or 0.0, found.flow.slots
         full = f" with {running:.0f} of {slots:.0f} possible sequences"
@@ -265,6 +270,17 @@ def _by_engine(run: Run, found: Rates) -> Limit:
         f"limited by the engine {', '.join(names)}: {used}{full}, {waits}",
         f"{', '.join(do[:-1])}, or {do[-1]}" if len(do) > 1 else do[0],
     )
+
+
+def _more_per_gpu(run: Run, names: list[str]) -> list[str]:
+    engines = [part for part in run.info.components if part.role is Role.ENGINE]
+    gpus = next((part.gpus for part in engines if part.name in names), ())
+    busy = run.state.gauges.busy(gpus, BUSY_S)
+    if busy is None or busy >= HARDLY_BUSY or run.status.mode not in PER_GPU_MODES:
+        return []
+    more = 1 + sum(part.gpus == gpus for part in engines)
+    why = f"its GPU computes {busy:.0%} of the time, so one core of its Python is the limit"
+    return [f"vllm.per_gpu = {more} ({why})"]
 
 
 def _by_training(run: Run, found: Rates) -> Limit:

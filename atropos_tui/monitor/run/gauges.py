@@ -51,6 +51,19 @@ class GaugeHistory:
             kept = list(self.samples)
             self.samples = deque([*kept[:-NEWEST:2], *kept[-NEWEST:]])
 
+    def busy(self, gpus: Iterable[int], seconds: float) -> float | None:
+        """Return the mean share of the newest `seconds` in which these GPUs of the supervisor's
+        machine computed; None without a measurement."""
+        wanted, end = set(gpus), self.last.time if self.last else 0.0
+        inside = takewhile(lambda old: old.time >= end - seconds, reversed(self.samples))
+        shares = [
+            gpu.utilization_percent / 100
+            for sample in inside
+            for gpu in sample.gpus
+            if gpu.index in wanted and not gpu.node and gpu.utilization_percent is not None
+        ]
+        return sum(shares) / len(shares) if shares else None
+
     def rates(self, engine: str) -> EngineRates | None:
         """Return rates of `engine` over the newest `RATE_WINDOW_S`; None if it did not answer."""
         last = self.last
