@@ -12,6 +12,7 @@ import pytest
 
 from atropos_common.protocol.trainer_records import OUTLIER, AlignmentRecord
 from tests.e2e.live_stack import LiveStack
+from tests.e2e.stack.test_several_engines import asked, free_pair
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(540)]
 Start = Callable[..., LiveStack]
@@ -69,6 +70,32 @@ def test_the_other_modes_run_the_whole_stack(stack: Start, mode: str, interval: 
         restarts
     )
     assert_graphs_on(run)
+    run.assert_nothing_left()
+
+
+def test_two_engines_on_one_gpu_serve_every_version(stack: Start) -> None:
+    """The trainer computes with the memory of the first, and copies each version to the second."""
+    first, steps = free_pair(), 20
+    run = stack(
+        profile="arithmetic-gpu",
+        vllm__per_gpu=2,
+        vllm__port=first,
+        trainer__training_steps=steps,
+    )
+    run.until_step(steps - 2, timeout=400)
+    counts = asked(first)
+    code, output = run.wait(timeout=200)
+    assert code == 0, output[-6000:]
+    assert min(counts) >= 0.3 * sum(counts) > 0, counts
+    healthy = min(each.time for each in run.states("vllm-0") if each.new == "healthy")
+    started = min(each.time for each in run.states("vllm-1") if each.new == "starting")
+    assert started >= healthy, "vLLM measures the card's free memory while it starts"
+    copies = [record.phases["copy"] for record in run.telemetry("sync")]
+    print(f"\nrequests {counts}, copy of a publish {mean(copies) * 1e3:.1f} ms")
+    assert len(copies) >= steps
+    alignment = run.telemetry("alignment")
+    assert_no_fault(alignment)
+    assert sum(bool(record.probe_tokens) for record in alignment) >= steps - 2, "both, by turns"
     run.assert_nothing_left()
 
 
