@@ -34,7 +34,14 @@ from atropos_tui.profile.checks.consistency import (
     check_profile,
     placed,
 )
-from atropos_tui.profile.checks.preflight import lacks, machines_of, mismatches, preflight, unfit
+from atropos_tui.profile.checks.preflight import (
+    lacks,
+    machines_of,
+    made_for_gpus,
+    mismatches,
+    preflight,
+    unfit,
+)
 from atropos_tui.profile.checks.turns import turn_warnings
 from atropos_tui.profile.errors import did_you_mean, in_words, printable, refused
 from atropos_tui.profile.plan import redacted, stack_of
@@ -202,7 +209,8 @@ def warnings_of(site: Site, inventory: Inventory, *, here: bool = True) -> list[
     """Memory and disk that the stack may lack, and answers to chats that may run on."""
     budget = site_budget(site, inventory)
     disk = disk_of(site, inventory, budget, here=here)
-    return [*budget.warnings, *(disk.warnings() if disk else []), *turn_warnings(site)]
+    cpu = made_for_gpus(site, inventory.machine) if here else []
+    return [*cpu, *budget.warnings, *(disk.warnings() if disk else []), *turn_warnings(site)]
 
 
 def _named(options: argparse.Namespace) -> Hardware | None:

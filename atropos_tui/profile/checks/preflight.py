@@ -119,6 +119,19 @@ def unfit(site: Site, inventory: Inventory) -> list[Problem]:
     return [*_gpus(site, inventory.machine), *_memory(site, training_config(site), inventory)]
 
 
+def made_for_gpus(site: Site, machine: Hardware) -> list[str]:
+    """Warn of a profile without the settings of a CPU on a machine without a GPU."""
+    dtype = training_config(site).dtype
+    # float32 is what a profile for a CPU has in any case; other machines are not known here.
+    if machine.gpus or site.profile.is_spread or dtype in ("float32", "auto"):
+        return []
+    return [
+        f"this machine has no GPU, so trainer and engine compute in {dtype} on the CPU. "
+        "atropos-tui init writes a profile for it; here set at least trainer.dtype = "
+        '"float32", enforce-eager = true and kv-cache-memory-bytes under [vllm.args]'
+    ]
+
+
 def _open_files() -> Iterator[Problem]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:

@@ -19,7 +19,7 @@ from atropos_tui.errors import Problem
 from atropos_tui.profile.budget.inventory import Gpu, Hardware, Model, model_shapes
 from atropos_tui.profile.budget.memory import Inventory
 from atropos_tui.profile.builders.environment import config_file
-from atropos_tui.profile.checks.preflight import preflight
+from atropos_tui.profile.checks.preflight import made_for_gpus, preflight
 from atropos_tui.profile.plan import stack_of
 from atropos_tui.profile.profile import Profile
 from atropos_tui.profile.site import make_site
@@ -457,3 +457,13 @@ def test_what_a_file_imports_from_beside_it_counts(tmp_path: Path) -> None:
         script = tmp_path / "mine.py"
         script.write_text(text)
         assert is_hostable(script) is hosted, text
+
+
+def test_a_profile_for_gpus_is_a_warning_where_there_is_none() -> None:
+    def warned(gpus: int, **trainer: Any) -> list[str]:
+        machine = Hardware((Gpu("NVIDIA H100", 80 * GIB),) * gpus, 64 * GIB)
+        return made_for_gpus(site(profile(trainer=trainer)), machine)
+
+    (words,) = warned(0)
+    assert "compute in bfloat16 on the CPU. atropos-tui init writes a profile for it" in words
+    assert not warned(1) and not warned(0, device="cpu", dtype="float32")
