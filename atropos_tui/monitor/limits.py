@@ -23,6 +23,8 @@ IDLES = 0.3
 FEW_IN_FLIGHT = 0.1
 # Share of its capacity (if unknown: of its slots) below which an engine could generate more.
 HAS_ROOM = 0.6
+# Share of the KV cache above which it, and no longer the number of slots, bounds an engine.
+CACHE_FULL = 0.9
 # Share of an environment's sequences outside the engine above which its own work dominates.
 MOSTLY_OUTSIDE = 0.5
 # Share of an environment's workers above which their number is the bound.
@@ -77,6 +79,12 @@ class Rates:
             return self.capacity < HAS_ROOM * (1.0 - self.idle)
         flow = self.flow
         return bool(flow and flow.slots and (flow.running or 0.0) < FEW_IN_FLIGHT * flow.slots)
+
+    @property
+    def has_engine_queue(self) -> bool:
+        """True if at least as many requests wait in the engine as it has slots."""
+        flow = self.flow
+        return bool(flow and flow.slots and (flow.queued or 0.0) >= flow.slots)
 
     @property
     def engine_words(self) -> str:
@@ -152,9 +160,11 @@ def limit(run: Run) -> Limit | None:
     if found is None:
         return None
     # waiting + idle - 1 is the least share of the time in which trainer and engine both wait.
-    if found.waiting + found.idle - 1.0 >= BOTH_WAIT or (
-        found.waiting >= WAITS and found.engine_has_room
-    ):
+    if found.waiting + found.idle - 1.0 >= BOTH_WAIT:
+        return _by_supply(run, found)
+    if found.has_engine_queue and found.waiting >= HARDLY_WAITS:
+        return _by_engine(run, found)
+    if found.waiting >= WAITS and found.engine_has_room:
         return _by_supply(run, found)
     if found.idle < IDLES:
         return _by_engine(run, found) if found.waiting >= WAITS else None
@@ -258,7 +268,11 @@ def _by_engine(run: Run, found: Rates) -> Limit:
     if found.flow and found.flow.slots:
         running, slots = found.flow.running or 0.0, found.flow.slots
         full = f" with {running:.0f} of {slots:.0f} possible sequences"
-        if running < HAS_ROOM * slots and bound(found.flow) not in ("workers", "target"):
+        if found.has_engine_queue:
+            full = f" with at most {slots:.0f} at a time, {found.flow.queued or 0.0:.0f} more wait"
+            if not _has_full_cache(run, found.flow.engine):
+                do.insert(0, f"raise max-num-seqs of [vllm.args] (now {slots:.0f})")
+        elif running < HAS_ROOM * slots and bound(found.flow) not in ("workers", "target"):
             above = run.offpolicy(found.flow)
             lag = f"env.max_batches_offpolicy above {above} (policy lag grows with it)"
             do.insert(0, f"more at a time: {lag}")
@@ -281,6 +295,12 @@ def _more_per_gpu(run: Run, names: list[str]) -> list[str]:
     more = 1 + sum(part.gpus == gpus for part in engines)
     why = f"its GPU computes {busy:.0%} of the time, so one core of its Python is the limit"
     return [f"vllm.per_gpu = {more} ({why})"]
+
+
+def _has_full_cache(run: Run, engine: str) -> bool:
+    last = run.state.gauges.last
+    seen = last.engines.get(engine) if last else None
+    return seen is not None and (seen.kv_use or 0.0) >= CACHE_FULL
 
 
 def _by_training(run: Run, found: Rates) -> Limit:

@@ -17,7 +17,7 @@ from atropos_common.protocol.records import (
 from atropos_tui.diagnoses import rule_of
 from atropos_tui.monitor.bench import pace
 from atropos_tui.monitor.format import Tone, counted, duration, number, one_line
-from atropos_tui.monitor.limits import STEPS, WAITS, Limit, Run, limit, rates
+from atropos_tui.monitor.limits import HARDLY_WAITS, STEPS, WAITS, Limit, Run, limit, rates
 from atropos_tui.monitor.run.run_files import RunInfo, start_seconds
 from atropos_tui.monitor.run.series import mean
 from atropos_tui.monitor.run.state import RunState
@@ -118,7 +118,10 @@ def _achieved(run: Run) -> str:
 def _slowness(run: Run) -> Limit:
     # What a run that is over was limited by, if its trainer mostly waited.
     speed = pace(run.state, None, window=max(1, run.state.step))
-    if speed.waiting is None or speed.waiting < WAITS:
+    last = rates(run.state, run.now)
+    # A queue in the engine already slows a trainer that waits for a smaller share.
+    least = HARDLY_WAITS if last and last.has_engine_queue else WAITS
+    if speed.waiting is None or speed.waiting < least:
         return Limit("")
     if found := limit(run):
         return Limit(f"; in its last steps {found.what}", found.do)
