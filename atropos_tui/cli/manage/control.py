@@ -245,6 +245,8 @@ def open_screen(run: RunDir, *, read_only: bool = False) -> int:
         # Another run, or the list, was left: the run of this command goes on.
         if last is not None and choice == "stop":
             asyncio.run(bring_down(last, timeout_s=None))
+        elif last is not None:
+            run = RunDir(last)
         choice = "detach"
     if choice == "failed":
         is_over = runs.read_result(run) is not None

@@ -76,3 +76,19 @@ def test_what_is_said_when_a_signal_ends_the_screen(
     monkeypatch.setenv("PYDANTIC_DISABLE_PLUGINS", "__all__")
     assert open_screen(ended) == 0
     assert said in capsys.readouterr().out
+
+
+def test_the_last_words_are_about_the_run_whose_screen_was_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from atropos_tui.cli.manage.control import open_screen
+    from atropos_tui.ui.home import session
+
+    ended, live = make_run(tmp_path / "ended"), make_run(tmp_path / "live")
+    ended.result_json.write_text('{"exit_code": 0, "reason": "trainer completed"}')
+    monkeypatch.setattr(session, "run_session", lambda *_, **__: (live.root, "detach"))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("gc.disable", lambda: None)
+    monkeypatch.setenv("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    assert open_screen(ended) == 0
+    assert f"detached; the run goes on: {live.root}" in capsys.readouterr().out
