@@ -59,7 +59,7 @@ from atropos_tui.ui.views import (
     compose_screen,
     visible,
 )
-from atropos_tui.ui.widgets.bars import Apply, SearchBar
+from atropos_tui.ui.widgets.bars import HINT, Apply, SearchBar
 from atropos_tui.ui.widgets.chart_grid import ChartGrid
 from atropos_tui.ui.widgets.components import Components
 from atropos_tui.ui.widgets.curves import Chart
@@ -429,7 +429,8 @@ class CockpitApp(CommandApp):
 
     def _ask_line(self, what: str, apply: Apply, panel: Searched) -> None:
         if bar := self.find(SearchBar):
-            bar.ask(what, apply, panel.focus, panel.accept)
+            hint = getattr(panel, "search_hint", HINT)
+            bar.ask(what, apply, panel.focus, panel.accept, hint)
 
     def action_open_log(self) -> None:
         log, table = self.find(LogView), self.find(Components)

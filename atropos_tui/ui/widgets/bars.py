@@ -22,7 +22,7 @@ from atropos_tui.ui.widgets.panel import TextPanel, View, hidden
 Apply = Callable[[Pattern | None], str]
 # Note for patterns with a syntax error, for example a lone bracket.
 PLAIN = "not a regular expression, searched as plain text"
-
+HINT = "a regular expression; capitals make it case-sensitive"
 
 RUNS = "runs"  # entry of the line of views that leads to the list of runs
 
@@ -55,13 +55,16 @@ class SearchBar(Horizontal):
 
     def compose(self) -> ComposeResult:
         yield Label("/", id="search-what")
-        yield Input(
-            id="search-text", placeholder="a regular expression; capitals make it case-sensitive"
-        )
+        yield Input(id="search-text")
         yield Label("", id="search-found", markup=False)
 
     def ask(
-        self, what: str, apply: Apply, done: Callable[[], object], accept: Callable[[], object]
+        self,
+        what: str,
+        apply: Apply,
+        done: Callable[[], object],
+        accept: Callable[[], object],
+        hint: str = HINT,
     ) -> None:
         """Open the line.
 
@@ -69,12 +72,13 @@ class SearchBar(Horizontal):
             apply: called at every change.
             done: returns the focus at the end.
             accept: called after Enter.
+            hint: shown while the line is empty.
         """
         self._apply, self._done, self._accept = apply, done, accept
         self.query_one("#search-what", Label).update(what)
         self.query_one("#search-found", Label).update("")
         field = self.query_one(Input)
-        field.value = ""
+        field.value, field.placeholder = "", hint
         self.display = True
         field.focus()
 

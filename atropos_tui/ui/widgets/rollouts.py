@@ -3,6 +3,7 @@ untrusted."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -43,6 +44,8 @@ STEP, REWARD, ADVANTAGE, GAP = 6, 6, 7, 2
 GROUP = "rewards"  # heading of the bars of a group
 LEGIBLE = 30  # cells that the answer keeps when advantage and rewards get columns
 ASKED = 40  # cells from which the question is shown beside a long answer
+# Search text that asks for one step.
+A_STEP = re.compile(r"step[:=] ?(\d+)", re.IGNORECASE)
 # Cells from which an answer is cut in its middle: answers of a group start alike and end with the
 # result.
 BOTH_ENDS = 16
@@ -90,6 +93,7 @@ class Rollouts(Listing[RolloutRow]):
     ]
 
     head = 1
+    search_hint = "a regular expression, or a step: step:31"
     best = ("order", "one_step", "only", "app.search", "diff")
 
     Pointed = Pointed
@@ -109,6 +113,7 @@ class Rollouts(Listing[RolloutRow]):
         self._only: Only = "all"
         self._order: Order = "newest"
         self._step: int | None = None  # the only step that is shown
+        self._is_step_searched = False  # the search line asked for that step
         self._look = Look()
         self._shared = 0  # characters that all questions begin with; not shown
         self._spread = 0  # width in cells of a group's rewards
@@ -129,9 +134,16 @@ class Rollouts(Listing[RolloutRow]):
         self._fill()
 
     def search(self, pattern: Pattern | None) -> str:
-        """Show only matching completions; return their number in words."""
-        self._pattern = pattern
+        """Show only matching completions, or one step; return their number in words."""
+        asked = A_STEP.fullmatch(pattern.text.strip()) if pattern else None
+        if asked or self._is_step_searched:
+            self._step = int(asked[1]) if asked else None
+        self._is_step_searched = asked is not None
+        self._pattern = None if asked else pattern
         self._fill()
+        if asked and self._all and not self.items:
+            steps = [one.step for one in self._all]
+            return f"steps {min(steps)} to {max(steps)} are here"
         return counted(len(self.items), "completion")
 
     def accept(self) -> None:
@@ -146,7 +158,7 @@ class Rollouts(Listing[RolloutRow]):
             self._only = "all"
             self._fill()
         elif self._step is not None:
-            self._step = None
+            self._step, self._is_step_searched = None, False
             self._fill()
         elif self._mark is not None or self._comparing:
             self._mark, self._comparing = None, False
@@ -196,6 +208,7 @@ class Rollouts(Listing[RolloutRow]):
         # The cursor goes to the first row: that of the lowest reward, if sorted by it.
         now = self.current.rollout.step if self.current else None
         self._step = None if self._step is not None else now
+        self._is_step_searched = False
         self.cursor = 0
         self._fill()
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from atropos_common.system.run_dir import RunDir
+from atropos_tui.monitor.format import counted
 from atropos_tui.monitor.log_buffer import LogEntry
+from atropos_tui.monitor.patterns import compiled
 from atropos_tui.ui.widgets.bars import SearchBar
 from atropos_tui.ui.widgets.components import Components
 from atropos_tui.ui.widgets.events import Events
@@ -41,12 +43,13 @@ async def filled_log(screen: Screen) -> LogView:
     return log
 
 
+NAMES = {" ": "space", ":": "colon", "(": "left_parenthesis", "[": "left_square_bracket"}
+
+
 async def typed(screen: Screen, key: str, text: str, *end: str) -> None:
     await screen.press(key)
     for char in text:
-        await screen.press(
-            {" ": "space", "(": "left_parenthesis", "[": "left_square_bracket"}.get(char, char)
-        )
+        await screen.press(NAMES.get(char, char))
     await screen.press(*end)
 
 
@@ -140,3 +143,24 @@ async def test_half_a_pattern_is_said_to_be_no_regular_expression(
         await filled_log(screen)
         await typed(screen, "slash", "a([")
         await screen.shows("not a regular expression, searched as plain text: 0 lines")
+
+
+async def test_the_search_of_rollouts_takes_a_step(run: RunDir) -> None:
+    async with cockpit(run, (120, 40), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
+        await screen.press("4")
+        listing = screen.app.query_one(Rollouts)
+        await screen.until(lambda: len(listing.items) > 8)
+        every = len(listing.items)
+        wanted = sorted({item.rollout.step for item in listing.items})[1]
+        await screen.press("slash")
+        await screen.shows("or a step: step:31")
+        await screen.press("escape")
+        await typed(screen, "slash", f"step:{wanted}", "enter")
+        assert {item.rollout.step for item in listing.items} == {wanted}
+        assert f"step {wanted}" in str(listing.border_title)
+        await typed(screen, "slash", "step:999", "enter")
+        assert not listing.items
+        await screen.press("escape")
+        assert len(listing.items) == every
+        assert "are here" in listing.search(compiled("step:999"))
+        assert listing.search(None) == counted(every, "completion")
