@@ -126,7 +126,10 @@ class CockpitApp(CommandApp):
         hidden("0", "home", "Runs", "The list of runs; this run goes on"),
         hidden("p", "picture", "Picture", "Save a picture of the screen as SVG"),
         hidden("t", "change_theme", "Theme", "Choose a theme"),
-        hidden("d", "detach", "Detach", "Leave the screen; the run goes on"),
+        hidden(
+            "colon,ctrl+p", "command_palette", "Commands", "Find a command or a view by its name"
+        ),
+        hidden("ctrl+d", "detach", "Detach", "Leave the screen; the run goes on"),
         hidden("q", "ask_quit", "Quit", "Detach or stop"),
         Binding("ctrl+q", "ask_quit", "Quit", show=False, system=True, priority=True),
         Binding("ctrl+c", "interrupt", "Quit", show=False, system=True, priority=True),

@@ -36,7 +36,7 @@ class CommandApp(BaseApp[Outcome]):
     """App for one run; its keys act on the component under the cursor."""
 
     feed: Feed
-    always: ClassVar[tuple[str, ...]] = ("ask_quit", "help")
+    always: ClassVar[tuple[str, ...]] = ("view('settings')", "ask_quit", "help")
 
     def __init__(self) -> None:
         super().__init__()

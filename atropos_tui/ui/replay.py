@@ -99,7 +99,7 @@ class ReplayApp(CockpitApp):
         ),
         # Without a tooltip, so that neither the help nor the palette has it.
         Binding("0", "home", "Runs", show=False),
-        Binding("q,d", "ask_quit", "Leave", tooltip="Leave the replay"),
+        Binding("q,ctrl+d", "ask_quit", "Leave", tooltip="Leave the replay"),
         *(
             Binding(*keys, show=False, tooltip="Refused: this run has ended")
             for keys in REFUSED_KEYS

@@ -76,16 +76,20 @@ class HomeApp(BaseApp[Choice]):
         hidden("c", "compare", "Compare", "Show how the marked runs differ"),
         replace(hidden("slash", "search", "Filter", "Show only runs that match"), id="search"),
         hidden("n", "note", "Note", "Runs: write the note and the tags of this run"),
-        hidden("i", "open('settings')", "Settings", "Settings of this run"),
+        hidden("i,d", "open('settings')", "Settings", "Settings of this run"),
+        hidden("l", "open('logs')", "Logs", "Runs: the logs of this run"),
         hidden("o", "report", "Report", "Runs: write a page about the marked runs, or this one"),
         hidden("t", "change_theme", "Theme", "Choose a theme"),
+        hidden(
+            "colon,ctrl+p", "command_palette", "Commands", "Find a command or a view by its name"
+        ),
         hidden("question_mark", "help", "Help", "This list, and the words and marks of the screen"),
         hidden("q", "leave", "Quit", "Leave; all runs go on"),
         Binding("ctrl+q,ctrl+c", "leave", "Quit", show=False, system=True, priority=True),
         hidden("escape", "back", "Back", "Remove the filter, then the marks"),
     ]
 
-    always = ("leave", "help")
+    always = ("open('settings')", "leave", "help")
 
     def __init__(
         self, catalogue: Catalogue, memory: Memory | None = None, here: Path | None = None

@@ -110,7 +110,7 @@ class RunTable(Listing[RunRow]):
         hidden("A", "sort_by('age')", "By age", "Runs: sort by age; again: reversed"),
         hidden("R", "sort_by('reward')", "By reward", "Runs: sort by reward; again: reversed"),
     ]
-    best = ("choose", "mark", "app.compare", "app.search", "sort_by('reward')")
+    best = ("choose", "mark", "app.compare", "app.search", "sort_by('reward')", "sort")
     head = 1
 
     def __init__(self, memory: Memory) -> None:

@@ -72,10 +72,13 @@ class Components(DataTable[Text], Panel):
         hidden("k", "cursor_up", "Up"),
         hidden("j", "cursor_down", "Down"),
         hidden(
-            "enter",
+            "enter,d",
             "app.view('component')",
             "Open",
             "Components: details of the component under the cursor",
+        ),
+        hidden(
+            "l", "app.view('logs')", "Logs", "Components: the log of the component under the cursor"
         ),
     ]
 

@@ -13,7 +13,7 @@ from textual.screen import Screen
 
 from atropos_tui.ui.widgets.panel import Guarded
 
-MOST_KEYS = 5  # of the focused panel
+MOST_KEYS = 6  # of the focused panel
 
 
 class Offer(NamedTuple):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from textual.command import CommandPalette
 from textual.widget import Widget
 
 from atropos_common.system.run_dir import RunDir
@@ -115,10 +116,22 @@ async def test_the_footer_has_the_best_keys_of_the_focused_panel(run: RunDir) ->
         }
         for key, words in expected.items():
             await screen.press(key)
-            await screen.until(lambda: words_of(screen) == [*words, "Quit", "Help"])  # noqa: B023
+            await screen.until(lambda: words_of(screen) == [*words, "Settings", "Quit", "Help"])  # noqa: B023
             assert len(words) <= MOST_KEYS
         await screen.press("3", "slash")
         await screen.until(lambda: words_of(screen) == ["Drop the search"])
+
+
+async def test_components_are_described_and_logged_with_one_key(run: RunDir) -> None:
+    async with cockpit(run, (100, 30), FakeControl(live_status(run, NOW)), lambda: NOW) as screen:
+        await screen.until(lambda: screen.app.loaded)
+        for key, view in {"d": "component", "l": "logs"}.items():
+            await screen.press("1", key)
+            await screen.until(lambda: screen.app.views.name == view)  # noqa: B023
+        await screen.press("d")
+        assert screen.app.is_running and screen.app.views.name == "logs"
+        await screen.press("colon")
+        await screen.until(lambda: isinstance(screen.app.screen, CommandPalette))
 
 
 async def test_a_narrow_footer_keeps_quit_and_help(run: RunDir) -> None:

@@ -283,7 +283,7 @@ async def test_a_screen_that_comes_late_shows_the_whole_history(
     run = supervise(small_stack(tmp_path / "run"))
     async with cockpit(run) as first:
         await first.until(lambda: first.row("trainer").state is State.HEALTHY)
-        await first.press("d")
+        await first.press("ctrl+d")
     assert first.app.return_value == "detach"
     async with cockpit(run) as late:
         await late.until(lambda: late.app.loaded)

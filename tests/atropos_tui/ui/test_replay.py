@@ -154,7 +154,7 @@ async def test_the_list_of_runs_is_not_offered(replay: tuple[Replay, Ticks]) -> 
         await screen.until(lambda: screen.app.views.name == "overview")
 
 
-@pytest.mark.parametrize("key", ["q", "d", "ctrl+q"])
+@pytest.mark.parametrize("key", ["q", "ctrl+d", "ctrl+q"])
 async def test_leaving_asks_nothing(replay: tuple[Replay, Ticks], key: str) -> None:
     player, _ = replay
     async with playing(player) as screen:
