@@ -20,7 +20,6 @@ from atropos_common.protocol.record_base import Record
 from atropos_common.protocol.records import (
     CommandRecord,
     DiagnosisRecord,
-    EngineGauges,
     EnvFlow,
     EvalRecord,
     GaugesRecord,
@@ -395,32 +394,6 @@ def test_after_the_end_a_slow_run_names_its_limit_and_the_change() -> None:
     assert "env.max_num_workers" in found.do
     quick = [one.model_copy(update={"data_wait_s": 0.1}) for one in idle]
     assert "limited" not in said(*quick, **over).text
-
-
-def test_requests_that_wait_for_a_slot_of_the_engine_name_its_number_of_slots() -> None:
-    queue: dict[str, Any] = {"running": 1.0, "slots": 1.0, "queued": 28.4}
-    found = said(flow(0.31, 0.2, **queue))
-    assert found.what == (
-        "limited by the engine vllm: busy 80% of the time with at most 1 at a time, 28 more wait, "
-        "while the trainer waits 31%"
-    )
-    assert found.do.startswith("raise max-num-seqs of [vllm.args] (now 1), ")
-    assert "max-num-seqs" in said(flow(0.9, 0.2, capacity_used=0.4, **queue)).do
-    assert said(flow(0.1, 0.2, **queue)).severity == "healthy"
-    full = flow(0.31, 0.2, **queue)
-    full.engines["vllm"] = EngineGauges(kv_use=0.97)
-    assert "max-num-seqs" not in said(full).do
-
-
-def test_after_the_end_a_queue_in_the_engine_is_named_from_a_smaller_wait_on() -> None:
-    part = {"step_s": 1.0, "data_wait_s": 0.36, "train_s": 0.6, "sync_s": 0.04, "tokens_per_s": 9}
-    steps = [TimingRecord(step=at, time=NOW - 38 + at, checkpoint_s=0, **part) for at in range(38)]
-    over: dict[str, Any] = {"phase": Phase.ENDED, "exit_code": 0}
-    queue = flow(0.36, 0.16, running=1.0, slots=1.0, queued=28.4)
-    found = said(*steps, queue, **over)
-    assert "in its last steps limited by the engine vllm" in found.what
-    assert found.do.startswith("raise max-num-seqs")
-    assert "limited" not in said(*steps, flow(0.36, 0.16), **over).text
 
 
 def test_after_the_end_it_says_what_was_reached_and_what_was_wrong() -> None:
