@@ -34,7 +34,7 @@ from atropos_tui.ui.dialogs import HelpDialog
 from atropos_tui.ui.exports import new_file
 from atropos_tui.ui.feed import NO_ANSWER
 from atropos_tui.ui.home.comparison import CompareScreen
-from atropos_tui.ui.home.details import RunDetails, differences
+from atropos_tui.ui.home.details import RunDetails, changes, differences
 from atropos_tui.ui.home.notes import NotesDialog
 from atropos_tui.ui.home.table import Memory, RunTable
 from atropos_tui.ui.own_commands import PLACEHOLDERS
@@ -103,6 +103,8 @@ class HomeApp(BaseApp[Choice]):
         # Held here: a worker may come back from a thread while the screen closes.
         self.table, self._details = RunTable(self._memory), RunDetails()
         self._is_scanned = False
+        # The profile of a run, and the settings that differ from it, by the run's directory.
+        self._own_settings: dict[Path, tuple[str, Sequence[tuple[str, str, str]]]] = {}
 
     def compose(self) -> ComposeResult:
         yield Static(Text(FIRST_RUN), id="no-runs", classes="panel")
@@ -170,6 +172,7 @@ class HomeApp(BaseApp[Choice]):
             panel.show_run(row, said, other.run, differences(row, other))
         else:
             panel.show_run(row, said)
+        panel.show_settings(*self._own_settings.get(row.dir if row else Path(), ("", ())))
 
     async def _follow_sentences(self) -> None:
         """Tell the sentence of the run under the cursor, then of the visible ones."""
@@ -191,6 +194,9 @@ class HomeApp(BaseApp[Choice]):
         return [*first, *(row for row in seen if row is not table.current and is_quick(row))]
 
     async def _tell(self, row: RunRow) -> None:
+        if row is self.table.current and row.dir not in self._own_settings:
+            self._own_settings[row.dir] = await asyncio.to_thread(changes, row)
+            self._show_details()
         said = self._sentences.known(row)
         if said is None:
             status = await _status(row) if not is_ended(row) else None

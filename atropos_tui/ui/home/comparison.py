@@ -24,6 +24,7 @@ from atropos_tui.ui.widgets.panel import hidden
 
 GAP = 3
 LONGEST_LABEL, LONGEST_VALUE = 32, 24
+FRAME = 12  # cells of the frame and the gap around the table
 
 
 class CompareScreen(ModalScreen[str | None]):
@@ -71,7 +72,11 @@ class CompareScreen(ModalScreen[str | None]):
         tables = {"Settings that differ": settings, "Results": results}
         # Both tables have the same columns.
         lines = [[max(tables, key=len), *marks], *settings, *results]
-        widths = [max(map(len, column)) for column in zip(*map(_cells, lines), strict=True)]
+        values = [max(map(len, column)) for column in zip(*map(_values, lines), strict=True)]
+        # The names of the settings get the room that the values leave.
+        room = self.app.size.width - FRAME - sum(GAP + width for width in values)
+        label = min(max(len(one_line(line[0])) for line in lines), max(room, LONGEST_LABEL))
+        widths = [label, *values]
         for heading, rows in tables.items():
             text.append("\n")
             self._add(text, [heading, *marks], widths, is_head=True)
@@ -82,7 +87,7 @@ class CompareScreen(ModalScreen[str | None]):
     def _add(
         self, text: Text, row: Sequence[str], widths: Sequence[int], *, is_head: bool = False
     ) -> None:
-        label, *cells = _cells(row)
+        label, cells = cut(one_line(row[0]), widths[0]), _values(row)
         text.append(f"{label:<{widths[0]}}", self._style("title" if is_head else "dim"))
         for at, (cell, width) in enumerate(zip(cells, widths[1:], strict=True)):
             style = RUN_COLOURS[at % len(RUN_COLOURS)] if is_head else "plain"
@@ -92,9 +97,8 @@ class CompareScreen(ModalScreen[str | None]):
         text.append("\n")
 
 
-def _cells(row: Sequence[str]) -> list[str]:
-    label, *values = map(one_line, row)
-    return [cut(label, LONGEST_LABEL), *(cut(value, LONGEST_VALUE) for value in values)]
+def _values(row: Sequence[str]) -> list[str]:
+    return [cut(one_line(value), LONGEST_VALUE) for value in row[1:]]
 
 
 def _best(cells: Sequence[str]) -> str:

@@ -36,6 +36,8 @@ class RunDetails(Guarded):
         self._said: Verdict | None = None
         self._differing: Sequence[tuple[str, str, str]] = ()
         self._other = ""
+        self._own: Sequence[tuple[str, str, str]] = ()
+        self._profile = ""
 
     def show_run(
         self,
@@ -47,6 +49,11 @@ class RunDetails(Guarded):
         """Show a run; `differing`: setting, value, and value of the run `other`."""
         self._row, self._said, self._other, self._differing = row, said, other, differing
         self.border_title = title(one_line(row.run) if row else "No run")
+        self.refresh()
+
+    def show_settings(self, profile: str, own: Sequence[tuple[str, str, str]]) -> None:
+        """Show the settings of the run that differ from `profile`, with both values."""
+        self._profile, self._own = profile, own
         self.refresh()
 
     def render(self) -> RenderResult:
@@ -66,6 +73,11 @@ class RunDetails(Guarded):
         lines = [Text(line, tone, no_wrap=True) for line in wrapped]
         note = Notes(row.note, row.tags).line or "none; n writes one"
         lines.append(self._labelled("note", one_line(note), "accent" if row.note else "dim"))
+        if self._profile and not self._other:
+            base = self._profile
+            found = [f"{key} {one or '–'} ({base}: {two or '–'})" for key, one, two in self._own]
+            says = ", ".join(found) or f"those of {base}"
+            lines.append(self._labelled("settings", says, "plain"))
         if self._other:
             found = [f"{key} {one} (there {two})" for key, one, two in self._differing]
             says = ", ".join(found) or "no setting"
@@ -77,6 +89,15 @@ class RunDetails(Guarded):
     def _labelled(self, label: str, words: str, style: str) -> Text:
         line = Text(f"{label:<{LABEL}}", self.style("dim"), no_wrap=True, end="")
         return line.append(one_line(words), self.style(style))
+
+
+def changes(row: RunRow) -> tuple[str, list[tuple[str, str, str]]]:
+    """Return the name of a run's profile, and the settings that differ from it."""
+    from atropos_common.system.run_dir import RunDir
+    from atropos_tui.monitor.settings import settings_table
+
+    table = settings_table(RunDir(row.dir))
+    return table.profile, [(one.key, one.value, one.profile) for one in table.rows if one.differs]
 
 
 def differences(row: RunRow, other: RunRow) -> list[tuple[str, str, str]]:

@@ -301,3 +301,39 @@ def test_a_session_leads_from_the_list_into_a_run_and_back(
     monkeypatch.setattr(session, "run_cockpit", cockpit)
     assert session.run_session(folder.source(), beta) == (None, "detach")
     assert opened == [(beta, "", False), (alpha, "", True), (beta, "settings", True)]
+
+
+async def test_the_panel_names_what_a_run_sets_unlike_its_profile(
+    folder: Folder, tmp_path: Path
+) -> None:
+    written = tmp_path / "mine.toml"
+    written.write_text('name = "demo"\n[trainer]\nlr = 1e-4\n')
+    for name in ("beta", "gamma"):
+        meta = RunDir(folder.root / name).run_json
+        meta.write_text(json.dumps(json.loads(meta.read_text()) | {"profile": str(written)}))
+    async with home(folder) as screen:
+        await screen.until(lambda: len(screen.names()) == 3)
+        await screen.press("G")
+        await screen.shows("settings    trainer.lr 0.0002 (mine.toml: 0.0001)")
+        await screen.press("k")
+        await screen.shows("settings    those of mine.toml")
+
+
+@pytest.mark.parametrize(("key", "view"), [("d", "settings"), ("i", "settings"), ("l", "logs")])
+async def test_a_key_opens_a_view_of_the_run(folder: Folder, key: str, view: str) -> None:
+    async with home(folder) as screen:
+        await screen.until(lambda: len(screen.names()) == 3)
+        await screen.press(key)
+    assert screen.app.return_value == Choice(folder.root / "alpha", view)
+
+
+async def test_a_comparison_shows_long_names_of_settings(folder: Folder) -> None:
+    key = "a_setting_whose_name_is_longer_than_32_cells"
+    for name, value in {"alpha": 4, "beta": 8}.items():
+        run = RunDir(folder.root / name)
+        text = f'name = "demo"\n[[env]]\nname = "math"\n[env.args]\n{key} = {value}\n'
+        run.profile_toml.write_text(text)
+    async with home(folder) as screen:
+        await screen.until(lambda: len(screen.names()) == 3)
+        await screen.press("space", "space", "c")
+        await screen.shows(f"args.{key} ")
