@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from atropos_common.protocol.control import ComponentStatus, Phase, Role, RunStatus, State
@@ -17,7 +17,7 @@ from atropos_common.protocol.records import (
 from atropos_tui.diagnoses import rule_of
 from atropos_tui.monitor.bench import pace
 from atropos_tui.monitor.format import Tone, counted, duration, number, one_line
-from atropos_tui.monitor.limits import HARDLY_WAITS, STEPS, WAITS, Limit, Run, limit, rates
+from atropos_tui.monitor.limits import FRESH_S, HARDLY_WAITS, STEPS, WAITS, Limit, Run, limit, rates
 from atropos_tui.monitor.run.run_files import RunInfo, start_seconds
 from atropos_tui.monitor.run.series import mean
 from atropos_tui.monitor.run.state import RunState
@@ -118,6 +118,9 @@ def _achieved(run: Run) -> str:
 def _slowness(run: Run) -> Limit:
     # What a run that is over was limited by, if its trainer mostly waited.
     speed = pace(run.state, None, window=max(1, run.state.step))
+    times, gauges = run.state.metric("step_s").times, run.state.gauges.last
+    if times and gauges and abs(times[-1] - gauges.time) <= FRESH_S:
+        run = replace(run, now=gauges.time)  # the newest rates of the supervisor, as at their time
     last = rates(run.state, run.now)
     # A queue in the engine already slows a trainer that waits for a smaller share.
     least = HARDLY_WAITS if last and last.has_engine_queue else WAITS

@@ -30,6 +30,8 @@ def test_after_the_end_a_queue_in_the_engine_is_named_from_a_smaller_wait_on() -
     steps = [TimingRecord(step=at, time=NOW - 38 + at, checkpoint_s=0, **part) for at in range(38)]
     over: dict[str, Any] = {"phase": Phase.ENDED, "exit_code": 0}
     queue = flow(0.36, 0.16, running=1.0, slots=1.0, queued=28.4)
+    early = [one.model_copy(update={"time": one.time - 3600}) for one in (*steps, queue)]
+    assert "limited by the engine vllm" in said(*early, steps=False, **over).what
     found = said(*steps, queue, **over)
     assert "in its last steps limited by the engine vllm" in found.what
     assert found.do.startswith("raise max-num-seqs")
