@@ -15,6 +15,10 @@ MARKS = {
     "━": "Curve, in the title of a chart, before its name",
     "~10": "The curve is a moving average over 10 points",
     "@56": "The title shows the values of step 56, below the cursor",
+    "REWARD": (
+        "In the list of runs: mean of the newest 20 steps. The sentence of a run has means of 5, "
+        "a comparison names its number of steps"
+    ),
     "▁▃█": "Rewards of a group, one bar for each completion",
     "× 331": "A line of a log that came 331 times",
 }

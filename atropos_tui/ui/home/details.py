@@ -77,7 +77,11 @@ class RunDetails(Guarded):
             base = self._profile
             found = [f"{key} {one or '–'} ({base}: {two or '–'})" for key, one, two in self._own]
             says = ", ".join(found) or f"those of {base}"
-            lines.append(self._labelled("settings", says, "plain"))
+            first, *more = wrap(
+                one_line(says), max(width - LABEL, 10), max_lines=2, placeholder=" …"
+            )
+            lines.append(self._labelled("settings", first, "plain"))
+            lines += [self._labelled("", line, "plain") for line in more]
         if self._other:
             found = [f"{key} {one} (there {two})" for key, one, two in self._differing]
             says = ", ".join(found) or "no setting"
