@@ -211,6 +211,7 @@ class Step:
 
     engine: int
     tokens: int
+    """New ones at the server, which gets those of several steps together (`held_outputs.py`)."""
     running: int | None
     """Unfinished sequences after it; None: unknown."""
     waiting: int | None
@@ -228,6 +229,8 @@ class EngineCapacity:
         self._ended: dict[int, float | None] = {}
         self.generated = 0
         """Tokens since the server started."""
+        # Tokens, and steps of a sequence, since then.
+        self._made = self._ran = 0
         self._last: dict[int, Step] = {}
 
     def step(self, step: Step) -> None:
@@ -239,8 +242,17 @@ class EngineCapacity:
             self._curve.hold(step.running, step.kv_use)
         # The start of the first step after a time without work is unknown.
         if before is not None:
-            self._curve.add(step.tokens, now - before, step.kv_use or 0.0)
+            self._curve.add(self._computed(step), now - before, step.kv_use or 0.0)
         self._ended[step.engine] = None if step.running == 0 and not step.waiting else now
+
+    def _computed(self, step: Step) -> int:
+        """Return the tokens of a step: about one of each running sequence, more with
+        speculation."""
+        if not step.running:
+            return step.tokens
+        self._made += step.tokens
+        self._ran += step.running
+        return round(step.running * max(1.0, self._made / self._ran))
 
     def ceiling(self) -> float | None:
         """Tokens a second of all engines; None: unknown yet."""

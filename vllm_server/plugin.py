@@ -41,6 +41,10 @@ def register() -> None:
     configure_logging()
     die_with_parent()
     hide_torchcodec()
+    # Also in the server: a forked engine does not call this again.
+    from vllm_server.held_outputs import register_held_outputs
+
+    register_held_outputs()
     if ENV_SHARED_WEIGHTS in os.environ or ENV_WEIGHT_UPDATES in os.environ:
         from vllm_server.weights.loaders import register_loaders
 

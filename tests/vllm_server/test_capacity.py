@@ -186,6 +186,20 @@ class Clock:
         return self.now
 
 
+@pytest.mark.parametrize("tokens_a_step", [1, 3])
+def test_tokens_that_come_in_lumps_are_as_many_a_step(tokens_a_step: int) -> None:
+    """The engine holds tokens back, and with speculation makes several a step."""
+    clock = Clock()
+    capacity = EngineCapacity(64, clock)
+    for step in range(400):
+        clock.now += 0.01
+        come = 16 * 8 * tokens_a_step if step % 8 == 7 else 0
+        capacity.step(Step(0, come, running=16, waiting=0, kv_use=0.2))
+    assert capacity.generated == 400 * 16 * tokens_a_step
+    (point,) = [p for each in capacity._curve._bins.values() if (p := each.point())][-1:]
+    assert point.sequences == pytest.approx(16 * tokens_a_step, rel=0.1)
+
+
 def test_the_time_without_work_is_no_step() -> None:
     clock = Clock()
     capacity = EngineCapacity(8, clock)
@@ -226,7 +240,11 @@ def test_steps_are_heard_as_vllm_tells_them() -> None:
     )
     loggers[0].log()
     loggers[0].record_sleep_state(1, 2)
-    assert heard == [Step(1, 3, 3, 1, 0.25), Step(0, 2, None, None, None)]
+    assert heard == [
+        Step(1, 3, 3, 1, 0.25),
+        Step(1, 0, 3, 1, 0.25),  # its tokens are held back
+        Step(0, 2, None, None, None),
+    ]
     assert not compat.hear_steps(SimpleNamespace(logger_manager=None), heard.append), (
         "--disable-log-stats"
     )

@@ -1,0 +1,131 @@
+"""Outputs that vLLM's engine process holds back, as its own structures."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.outputs import LogprobsLists
+
+from vllm_server.held_outputs import MOST, HeldOutputs
+
+
+def output(name: str, token: int, **fields: Any) -> EngineCoreOutput:
+    rows = LogprobsLists(np.array([[token, 1]]), np.array([[-float(token), -9.0]]), np.array([1]))
+    return EngineCoreOutput(name, [token], new_logprobs=rows, **fields)
+
+
+def request(kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY, **fields: Any) -> Any:
+    return SimpleNamespace(sampling_params=SamplingParams(output_kind=kind, **fields))
+
+
+class Engine:
+    """One step is one token of every unfinished request."""
+
+    def __init__(self, **requests: Any) -> None:
+        self.requests = dict(requests)
+        self.held = HeldOutputs(EngineCoreOutput.__struct_fields__)
+        self.made = 0
+        self.seen: dict[str, list[EngineCoreOutput]] = {name: [] for name in requests}
+
+    def step(self, *ended: str, paused: bool = False, **fields: Any) -> int:
+        """Return the number of outputs that went on."""
+        self.made += 1
+        outputs = [
+            output(
+                name,
+                self.made,
+                finish_reason=FinishReason.STOP if name in ended else None,
+                **fields,
+            )
+            for name in self.requests
+        ]
+        for name in ended:  # vLLM has freed it by then
+            del self.requests[name]
+        return self.note(self.held.passed(outputs, 0, self.requests, paused=paused))
+
+    def note(self, outputs: list[EngineCoreOutput]) -> int:
+        for each in outputs:
+            self.seen[each.request_id].append(each)
+        return len(outputs)
+
+    def tokens(self, name: str) -> list[int]:
+        for each in self.seen[name]:
+            assert each.new_logprobs is not None
+            assert each.new_logprobs.logprob_token_ids[:, 0].tolist() == each.new_token_ids
+            assert each.new_logprobs.logprobs[:, 0].tolist() == [-t for t in each.new_token_ids]
+            assert len(each.new_logprobs.sampled_token_ranks) == len(each.new_token_ids)
+        return [token for each in self.seen[name] for token in each.new_token_ids]
+
+
+def test_the_first_token_goes_on_and_the_others_with_the_end() -> None:
+    engine = Engine(a=request(), b=request())
+    assert [engine.step() for _ in range(5)] == [2, 0, 0, 0, 0]
+    assert engine.step("a") == 1
+    assert engine.tokens("a") == [1, 2, 3, 4, 5, 6]
+    assert engine.seen["a"][-1].finish_reason is FinishReason.STOP
+    assert engine.tokens("b") == [1]
+    engine.step("b")
+    assert engine.tokens("b") == [1, 2, 3, 4, 5, 6, 7] and not len(engine.held)
+
+
+def test_no_more_than_so_many_tokens_are_held() -> None:
+    engine = Engine(a=request())
+    passed = [engine.step() for _ in range(1 + 3 * MOST)]
+    assert sum(passed) == 4 and passed[MOST] == 1
+    assert engine.tokens("a") == list(range(1, 2 + 3 * MOST))
+
+
+@pytest.mark.parametrize(
+    "streams",
+    [request(RequestOutputKind.DELTA), request(RequestOutputKind.CUMULATIVE), request(stop=["x"])],
+)
+def test_what_somebody_reads_at_once_is_not_held(streams: Any) -> None:
+    engine = Engine(a=streams)
+    assert [engine.step() for _ in range(3)] == [1, 1, 1]
+    assert not len(engine.held)
+
+
+def test_before_a_pause_all_tokens_go_on_and_during_it_none_is_held() -> None:
+    engine = Engine(a=request(), b=request(RequestOutputKind.DELTA))
+    for _ in range(4):
+        engine.step()
+    released = engine.held.release()
+    assert list(released) == [0] and engine.note(released[0]) == 1
+    assert engine.tokens("a") == [1, 2, 3, 4] == engine.tokens("b")
+    assert engine.held.release() == {}
+    # A step that was under way when the pause came.
+    assert engine.step(paused=True) == 2
+    assert engine.tokens("a") == [1, 2, 3, 4, 5]
+    assert engine.step() == 1, "after it they are held again"
+
+
+def test_an_output_with_more_than_tokens_takes_the_held_ones_along() -> None:
+    engine = Engine(a=request())
+    engine.step()
+    engine.step()
+    assert engine.step(kv_transfer_params={"x": 1}) == 1
+    assert engine.seen["a"][-1].new_token_ids == [2, 3]
+    assert engine.seen["a"][-1].kv_transfer_params == {"x": 1}
+
+
+def test_an_aborted_request_is_forgotten() -> None:
+    engine = Engine(a=request(), b=request())
+    engine.step()
+    engine.step()
+    del engine.requests["a"]
+    engine.step()
+    assert len(engine.held) == 1 and list(engine.held.release()[0][0].new_token_ids) == [2, 3]
+
+
+def test_without_logprobs_there_are_tokens_alone() -> None:
+    held = HeldOutputs(EngineCoreOutput.__struct_fields__)
+    requests = {"a": request()}
+    for token in (1, 2, 3):
+        held.passed([EngineCoreOutput("a", [token])], 0, requests, paused=False)
+    (found,) = held.release()[0]
+    assert found.new_token_ids == [2, 3] and found.new_logprobs is None
