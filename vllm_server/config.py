@@ -30,8 +30,10 @@ from atropos_common.system.run_dir import (
     MANIFEST_NAME,
     is_safe_name,
 )
+from atropos_common.system.run_dir import (
+    ENV_SHARED_WEIGHTS as ENV_SHARED_WEIGHTS,
+)
 
-ENV_SHARED_WEIGHTS = "VLLM_ENABLE_SHARED_WEIGHTS"
 ENV_BRIDGE_CONFIG_PATH = "VLLM_BRIDGE_CONFIG_PATH"
 ENV_SHM_NAME = "ATROPOS_SHM_NAME"
 ENV_FORK_ENGINE = "ATROPOS_FORK_ENGINE"

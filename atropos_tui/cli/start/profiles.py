@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from atropos_common.system.files import read_regular
-from atropos_common.system.run_dir import ENV_WEIGHT_UPDATES
+from atropos_common.system.run_dir import ENV_SHARED_WEIGHTS, ENV_WEIGHT_UPDATES
 from atropos_tui.cli.answers import Validated
 from atropos_tui.cluster.machines import lacking
 from atropos_tui.errors import Exit, Problem, UserError
@@ -260,13 +260,12 @@ def plan(options: argparse.Namespace) -> int:
 def _print_plan(stack: StackSpec, more: list[str]) -> None:
     print(f"{stack.name}: mode {stack.mode}, {len(stack.components)} components in start order")
     print("".join(f"\n{line}" for line in _node_lines(stack)), end="\n" if stack.nodes else "")
+    # The trainer computes with the memory of the first engine that exports its weights.
+    mapped = [each.name for each in stack.components if ENV_SHARED_WEIGHTS in each.env]
     for component, data in zip(stack.components, redacted(stack)["components"], strict=True):
+        lines = _component_lines(component, data["command"], data["env"], mapped[:1])
         print(f"\n{component.name} ({component.role})")
-        print(
-            "\n".join(
-                f"  {line}" for line in _component_lines(component, data["command"], data["env"])
-            )
-        )
+        print("\n".join(f"  {line}" for line in lines))
     print("\n" + "\n".join(more))
 
 
@@ -283,7 +282,7 @@ def _node_lines(stack: StackSpec) -> list[str]:
 
 
 def _component_lines(
-    component: ComponentSpec, command: list[str], env: dict[str, str]
+    component: ComponentSpec, command: list[str], env: dict[str, str], shared: list[str]
 ) -> list[str]:
     lines = [f"command   {shlex.join(command)}"]
     if env:
@@ -298,9 +297,9 @@ def _component_lines(
         lines.append(f"port      {component.port}")
     if component.gpus:
         lines.append(f"gpus      {component.gpus}")
-    if "VLLM_ENABLE_SHARED_WEIGHTS" in env:
+    if component.name in shared:
         lines.append("weights   the trainer's own, in this engine's memory")
-    elif ENV_WEIGHT_UPDATES in env:
+    elif ENV_WEIGHT_UPDATES in env or ENV_SHARED_WEIGHTS in env:
         lines.append("weights   a copy, which the trainer updates")
     if component.depends_on:
         lines.append(

@@ -17,6 +17,7 @@ from atropos_common.protocol.control import Role
 from atropos_common.system.run_dir import (
     ENV_HOLD_GENERATION,
     ENV_LOGDIR,
+    ENV_SHARED_WEIGHTS,
     ENV_TRAINER_HOSTS,
     ENV_WEIGHT_UPDATES,
 )
@@ -212,7 +213,7 @@ def _fed_variables(site: Site, section: EngineSection, settings: TrainingConfig)
     environment: dict[str, str] = {}
     if is_mapped(site.profile, section):
         environment |= {
-            "VLLM_ENABLE_SHARED_WEIGHTS": "1",
+            ENV_SHARED_WEIGHTS: "1",
             "ATROPOS_SHM_NAME": _shm_name(site, section),
         }
     receives = section.name in {each.name for each in receivers(site.profile)}

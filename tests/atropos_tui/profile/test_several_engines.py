@@ -176,6 +176,21 @@ def test_engines_on_the_same_gpus_that_cannot_be(
     assert any(reason in text for _, text in found), found
 
 
+def test_plan_says_whose_weights_an_engine_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "p.toml"
+    file.write_text(
+        'extends = "gsm8k"\nname = "p"\n[vllm]\nper_gpu = 2\ngpu_memory_utilization = 0.2\n'
+    )
+    assert run(["plan", str(file), "--gpus", "1xH100"]) == 0
+    said = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in said if line.startswith("weights   ")] == [
+        "weights   the trainer's own, in this engine's memory",
+        "weights   a copy, which the trainer updates",
+    ]
+
+
 def test_engines_on_the_same_gpu_by_reload() -> None:
     chosen = profile(
         {"gpus": [0], "per_gpu": 2, "gpu_memory_utilization": 0.3},
