@@ -24,6 +24,7 @@ from atropos_tui.profile.profile import Profile
 from atropos_tui.profile.sections import MOST_RANKS, EngineSection
 from atropos_tui.profile.site import (
     Site,
+    fed_engines,
     longest_sequence,
     trainer_ranks,
     training_config,
@@ -232,7 +233,9 @@ def _more_gpus(profile: Profile, model: Model, inventory: Inventory) -> list[Opt
         more = len(free) > len(own) > 0 and set(own) <= set(free)
         return [Option((("trainer.gpus", free),), MORE_GPUS)] if more else []
     heads, keys, now = model.dimensions.heads, model.dimensions.kv_heads, engine.tensor_parallel
-    if traits_of(profile).lora or engine.gpus != list(there[:now]):
+    # Beside other engines the first one needs the whole model on the trainer's GPU.
+    several = len(fed_engines(profile)) > 1
+    if traits_of(profile).lora or several or engine.gpus != list(there[:now]):
         return []
     options = []
     for parts in (2, 4, 8):
@@ -327,7 +330,10 @@ def _with_adapters(site: Site, settings: TrainingConfig, inventory: Inventory) -
         return []
     # A learning rate for whole models is far too small for an adapter (checks.LEAST_ADAPTER_LR).
     chosen: dict[str, Any] = {"mode": "lora_only", "trainer.lr": 2e-4}
-    chosen |= {"trainer.single_copy": True} if site.traits.shares_memory else {}
+    if site.traits.shares_memory:
+        chosen["trainer.single_copy"] = True
+        if site.profile.vllm[0].per_gpu > 1:  # this mode feeds one engine
+            chosen["vllm.per_gpu"] = 1
     adapted = settings.model_copy(
         update={
             "weight_bridge_mode": "lora_only",

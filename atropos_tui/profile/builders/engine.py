@@ -118,7 +118,7 @@ def engine_specs(
         role=Role.ENGINE,
         command=commands[0],
         env=_variables(site, section, settings) | node_address(site, placements, 0),
-        depends_on=dict.fromkeys(after, "completed") | _after_neighbour(site, section),
+        depends_on=dict.fromkeys(after, "completed"),
         probes=_probes(site.engine_url(section), [FileCheck(path=manifest)] if shared else []),
         port=section.port,
         port_held=is_held(place, site.engine_address(section)),
@@ -138,6 +138,8 @@ def engine_specs(
         stop=StopPolicy(grace_s=15),
         start_timeout_s=1800,  # loading and compiling a large model takes up to half an hour
     )
+    waits = first.depends_on | _after_neighbour(site, section)
+    first = first.model_copy(update={"depends_on": waits})
     others = (
         _without_api(site, first, names[rank], commands[rank], placements, rank)
         for rank in range(1, len(names))
@@ -146,10 +148,13 @@ def engine_specs(
 
 
 def _after_neighbour(site: Site, section: EngineSection) -> dict[str, Literal["healthy"]]:
+    """Return the engine before this one on the same GPUs; both are of one [[vllm]] table."""
     # At its start vLLM measures the GPU's free memory, which nobody else may change meanwhile.
-    engines = [each for each in site.profile.engines if section.gpus and each.gpus == section.gpus]
-    at = [each.name for each in engines].index(section.name) if engines else 0
-    return {engines[at - 1].name: "healthy"} if at else {}
+    for made in site.profile.placed if section.gpus else ():
+        names = [engine.name for engine, _ in made if engine.gpus == section.gpus]
+        if section.name in names[1:]:
+            return {names[names.index(section.name) - 1]: "healthy"}
+    return {}
 
 
 def _variables(site: Site, section: EngineSection, settings: TrainingConfig) -> dict[str, str]:

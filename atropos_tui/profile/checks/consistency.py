@@ -582,18 +582,16 @@ def _per_gpu(profile: Profile, index: int, *, alone: bool) -> Problem | None:
         fix = 'leave it out, or use mode = "shared_vllm" or "none"'
         return one_engine_fed(section.per_gpu, fix, key)
     if profile.is_spread:
-        return Problem(
-            "engines on the same GPUs are for a stack on one machine", "leave it out", key
-        )
+        reason = "engines on the same GPUs are for a stack on one machine"
+        return Problem(reason, "leave it out", key=key)
     made = {each.name for each, _ in profile.placed[index]}
     if sent := [each.name for each in receivers(profile) if each.name in made]:
-        return Problem(
-            f"{', '.join(sent)} would get the weights by broadcast, and NCCL takes one engine a "
-            "GPU",
-            'leave it out, use mode = "none", or mode = "shared_vllm" with the trainer on the only '
-            "GPU of the engines",
-            key,
-        )
+        reason = f"{', '.join(sent)} would get the weights by broadcast"
+        if not section.gpus:  # on a CPU
+            return Problem(reason, f"set vllm.replicas = {len(made)} instead", key=key)
+        one_gpu = 'mode = "shared_vllm" with the trainer on the only GPU of the engines'
+        fix = f'leave it out, use mode = "none", or {one_gpu}'
+        return Problem(f"{reason}, and NCCL takes one engine a GPU", fix, key=key)
     return None
 
 

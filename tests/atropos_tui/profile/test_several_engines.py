@@ -11,15 +11,16 @@ from atropos_common.system.run_dir import ENV_ENGINE_URLS
 from atropos_tui.cli.main import run
 from atropos_tui.errors import Problem
 from atropos_tui.profile.budget import memory
-from atropos_tui.profile.budget.fit import split_gpus
+from atropos_tui.profile.budget.fit import nearest, split_gpus
 from atropos_tui.profile.budget.inventory import Gpu, Hardware, named_machine
 from atropos_tui.profile.builders.environment import sequences_in_flight
-from atropos_tui.profile.checks.consistency import check_notes, check_profile
+from atropos_tui.profile.checks.consistency import check_graph, check_notes, check_profile
 from atropos_tui.profile.checks.preflight import separate, unfit
 from atropos_tui.profile.plan import stack_of
 from atropos_tui.profile.profile import Profile, parse_profile
 from atropos_tui.profile.site import env_engines, make_site, training_config
 from atropos_tui.profile.spec import ComponentSpec
+from tests.atropos_tui.profile.budget.test_fit import QWEN25_14B, inventory, site_of
 
 RUN_DIR = Path("/runs/r")
 CPU = {"device": "cpu", "batch_size": 16}
@@ -173,7 +174,37 @@ def test_engines_on_the_same_gpus_that_cannot_be(
 ) -> None:
     trainer = {"batch_size": 16, "gpus": [3]} if mode == "broadcast" else {"batch_size": 16}
     found = problems(profile(vllm, mode=mode, trainer=trainer))
-    assert any(reason in text for _, text in found), found
+    assert any(reason in text and key.startswith("vllm.0.") for key, text in found), found
+
+
+def test_what_fits_suits_several_engines_on_the_trainers_gpu() -> None:
+    site = site_of(vllm={"per_gpu": 2, "gpu_memory_utilization": 0.3})
+    assert not any("tensor_parallel" in each.text for each in nearest(site, inventory("4xH100")))
+    adapters = nearest(site, inventory("1xH100", QWEN25_14B))[-1].settings
+    assert adapters["mode"] == "lora_only" and adapters["vllm.per_gpu"] == 1
+
+
+def test_a_broadcast_on_a_cpu_has_replicas() -> None:
+    chosen = make_site(profile({"per_gpu": 2}), RUN_DIR, run_id="r")
+    (found,) = check_profile(chosen)
+    assert found.key == "vllm.0.per_gpu" and "NCCL" not in found.reason
+    assert found.fix == "set vllm.replicas = 2 instead"
+
+
+def test_engines_of_one_table_start_in_turn_and_others_as_the_profile_says() -> None:
+    vllm = {"gpus": [0], "per_gpu": 2, "gpu_memory_utilization": 0.2}
+    judge = {"name": "judge", "model": "j", "gpus": [0], "port": 9101}
+    first = vllm | {"depends_on": {"judge": "healthy"}}
+    chosen = profile(
+        [first, judge | {"gpu_memory_utilization": 0.2}],
+        mode="shared_vllm",
+        trainer={"batch_size": 16},
+    )
+    planned = parts(chosen)
+    assert check_graph(chosen, stack_of(make_site(chosen, RUN_DIR, run_id="r"))) == []
+    assert planned["judge"].depends_on == {}
+    assert planned["vllm-0"].depends_on == {"judge": "healthy"}
+    assert planned["vllm-1"].depends_on == {"judge": "healthy", "vllm-0": "healthy"}
 
 
 def test_plan_says_whose_weights_an_engine_has(
