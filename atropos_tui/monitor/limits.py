@@ -287,10 +287,16 @@ def _by_engine(run: Run, found: Rates) -> Limit:
 
 
 def _more_per_gpu(run: Run, names: list[str]) -> list[str]:
-    engines = [part for part in run.info.components if part.role is Role.ENGINE]
-    gpus = next((part.gpus for part in engines if part.name in names), ())
-    busy = run.state.gauges.busy(gpus, BUSY_S)
-    if busy is None or busy >= HARDLY_BUSY or run.status.mode not in PER_GPU_MODES:
+    asked = {each for name in names for each in name.split(" and ")}
+    engines = [part for part in run.info.components if part.name in asked]
+    gpus = engines[0].gpus if engines else ()
+    # In single copy the trainer's GPU has all of the model, and every engine.
+    one_gpu = len(gpus) == 1 and all(part.gpus == gpus for part in engines)
+    spread = any(part.node for part in run.info.components)
+    if run.status.mode not in PER_GPU_MODES or spread or (run.shares_gpus and not one_gpu):
+        return []
+    busy = run.state.gauges.busy({gpu for part in engines for gpu in part.gpus}, BUSY_S)
+    if busy is None or busy >= HARDLY_BUSY:
         return []
     more = 1 + sum(part.gpus == gpus for part in engines)
     why = f"its GPU computes {busy:.0%} of the time, so one core of its Python is the limit"

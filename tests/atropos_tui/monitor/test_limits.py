@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from atropos_common.protocol.control import GpuStatus
-from tests.atropos_tui.monitor.test_verdict import NOW, flow, said
+from atropos_common.protocol.control import GpuStatus, Role
+from atropos_tui.monitor.run.run_files import PlannedComponent
+from tests.atropos_tui.monitor.test_verdict import INFO, NOW, flow, said
 
 
 @pytest.mark.parametrize(
@@ -37,3 +40,31 @@ def test_an_engine_that_leaves_its_gpu_idle_needs_a_second_one_beside_it(
     advice = "vllm.per_gpu = 2 (its GPU computes 26% of the time, so one core of its Python"
     assert (advice in found.do) is advised
     assert ("per_gpu" in found.do) is advised
+
+
+@pytest.mark.parametrize(
+    ("mode", "engines", "advised"),
+    [
+        ("shared_vllm", {"vllm-0": (0,), "vllm-1": (0,)}, 3),
+        ("shared_vllm", {"vllm": (0, 1)}, None),  # tensor-parallel
+        ("shared_vllm", {"vllm-0": (0,), "vllm-1": (1,)}, None),  # one gets a broadcast
+        ("none", {"vllm-0": (0,), "vllm-1": (1,)}, 2),
+        ("none", {"vllm": (0,), "judge": (0,)}, 2),
+        ("none", {"vllm": (0,), "node": (0,)}, None),
+    ],
+)
+def test_the_advice_is_one_that_validate_takes(
+    mode: str, engines: dict[str, tuple[int, ...]], advised: int | None
+) -> None:
+    made = [
+        PlannedComponent(name, Role.ENGINE, gpus=gpus, node="n" if name == "node" else "")
+        for name, gpus in engines.items()
+    ]
+    info = replace(INFO, components=[INFO.components[0], *made])
+    asked = " and ".join(name for name in engines if name.startswith("vllm"))
+    cards = [
+        GpuStatus(index=at, used_bytes=0, total_bytes=1, utilization_percent=20) for at in (0, 1)
+    ]
+    last = flow(0.7, 0.0, capacity_used=0.75, engine=asked).model_copy(update={"gpus": cards})
+    do = said(last, mode=mode, info=info).do
+    assert (f"vllm.per_gpu = {advised} (" in do) if advised else ("per_gpu" not in do), do
