@@ -121,13 +121,15 @@ class Supervised:
     def ensure(self) -> None:
         pass  # the supervisor starts the server, after a crash as well
 
-    def coming(self) -> str | None:
-        """Describe how the supervisor brings up an engine that receives weights, if it does."""
+    def coming(self, name: str | None = None) -> str | None:
+        """Describe how the supervisor brings up the engine `name`, or one of `engine_urls`; None:
+        it does not."""
         # Other engines of the run get no weights from this trainer.
         ports = {urlsplit(url).port for url in self.config.engine_urls}
         with suppress(EngineGone, EngineError):
             for engine in self._engines():
-                if engine.port in ports and engine.state in ON_ITS_WAY:
+                wanted = engine.name == name if name else engine.port in ports
+                if wanted and engine.state in ON_ITS_WAY:
                     reason = f" ({engine.reason})" if engine.reason else ""
                     return f"{engine.name} is {engine.state}{reason}"
         return None

@@ -13,7 +13,7 @@ import torch
 from atropos_common.protocol.bridge import InFlight
 from atropos_common.protocol.manifest import ManifestError
 from trainer_core.config import TrainingConfig
-from trainer_core.errors import EngineGone
+from trainer_core.errors import EngineGone, UsageError
 from trainer_core.server.client import ServerClient
 from trainer_core.server.lifecycle import supervised, wait_for_server
 from trainer_core.weight_sync.mapping import (
@@ -49,8 +49,7 @@ class Copies:
         self.paths = [Path(path) for path in config.copy_config_paths or []]
         self._source: Tensors = {}
         self._copies: list[_Copy] = []
-        supervisor = supervised(config, stop)
-        self._coming = supervisor.coming if supervisor else lambda: None
+        self._supervisor = supervised(config, stop)
 
     @property
     def engines(self) -> list[ServerClient]:
@@ -61,6 +60,7 @@ class Copies:
 
         Raises:
             ManifestError: no usable manifest within `engine_timeout`, or another model.
+            UsageError: a tensor-parallel server.
         """
         self._source = source
         for path in self.paths:
@@ -84,9 +84,9 @@ class Copies:
             if has_ended(copy.process):
                 raise EngineGone(f"{_name(copy)} has ended, and its copy of the weights with it")
 
-    def close(self) -> None:
-        for engine in self.engines:
-            engine.close()
+    def _coming(self, path: Path) -> str | None:
+        # A stack keeps the manifest of an engine in a folder of its name.
+        return self._supervisor.coming(path.parent.name) if self._supervisor else None
 
     def _map(self, path: Path) -> _Copy:
         manifest = wait_for_server(
@@ -94,8 +94,13 @@ class Copies:
             self.config.engine_timeout,
             self.stop,
             meanwhile=(ManifestError, EngineGone),
-            coming=self._coming,
+            coming=lambda: self._coming(path),
         )
+        if (workers := manifest.tensor_parallel_size) > 1:
+            raise UsageError(
+                f"{path}: the server runs with --tensor-parallel-size {workers}, and a copy on the "
+                "trainer's GPU needs the whole model there: run it with 1"
+            )
         engine = ServerClient(manifest.base_url, server_token(path))
         meet(engine, manifest, path)
         (shard,) = manifest.ranks.values()

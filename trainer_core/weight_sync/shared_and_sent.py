@@ -73,8 +73,11 @@ class SingleCopyAndOthers(SingleCopy):
 
     @torch.no_grad()
     def let_go(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> str:
-        # The end of a further server leaves the first one's memory valid.
-        if self._lost is None and self._process is not None and not has_ended(self._process):
+        # The end of a further server leaves the first one's memory valid. Read it only if needed:
+        # the process that owned it may have ended seconds before the one that the trainer watches.
+        alone = any(each.requires_grad and each not in copies for each in self._model.parameters())
+        alive = self._process is not None and not has_ended(self._process)
+        if self._lost is None and alone and alive:
             with suppress(RuntimeError):  # no room for a second set of weights
                 own = [each.detach().clone() for each in self._model.parameters()]
                 for parameter, values in zip(self._model.parameters(), own, strict=True):

@@ -462,6 +462,8 @@ def test_time_does_not_run_while_the_supervisor_brings_the_engine_back(
         "Waiting for the inference server: other is backoff: connection refused"
         in capsys.readouterr().out
     )
+    assert stack.coming("vllm") == "vllm is backoff", "a server that gets copies"
+    assert stack.coming("judge") is None
     supervisor.state = "stopped"  # by hand: nobody brings it back
 
     def never() -> None:

@@ -109,6 +109,49 @@ def test_a_server_that_has_ended_is_not_written_to_and_no_step_is_lost(
     sync.close()
 
 
+def test_float32_copies_are_taken_before_memory_that_may_have_ended(
+    engine: Engine, beside: Engine, base: Path, tmp_path: Path
+) -> None:
+    """A worker ends seconds before the process that the trainer watches."""
+    sync = sync_of(engine, beside, base, tmp_path)
+    model = sync.attach(Start())
+    kept = {each: torch.full_like(each, 7.0, dtype=torch.float32) for each in model.parameters()}
+    sync.device = torch.device("cuda")
+    assert sync.let_go(kept) == ""
+    assert all(each.eq(7.0).all() for each in model.parameters())
+    sync.close()
+
+
+def test_time_does_not_run_while_the_supervisor_brings_that_server_up(
+    engine: Engine, beside: Engine, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor knows it by name, and the name of its folder is the same."""
+
+    class Stack:
+        def coming(self, name: str | None = None) -> str | None:
+            return "beside is starting" if name == "beside" else None
+
+    monkeypatch.setattr("trainer_core.weight_sync.copies.supervised", lambda *_: Stack())
+    monkeypatch.setattr("trainer_core.server.lifecycle.STATUS_EVERY_S", 0.05)
+    later = beside.manifest_path.rename(tmp_path / "later.json")
+    sync = sync_of(engine, beside, base, tmp_path, engine_timeout=0.3)
+    threading.Timer(1.0, later.rename, [beside.manifest_path]).start()
+    sync.attach(Start(version=3))
+    assert beside.version == 3
+    sync.close()
+
+
+def test_a_tensor_parallel_server_is_refused_by_name(
+    engine: Engine, beside: Engine, base: Path, tmp_path: Path
+) -> None:
+    (shard,) = beside.manifest.ranks.values()
+    beside.manifest.ranks[1] = shard.model_copy(update={"rank": 1})
+    beside.manifest.tensor_parallel_size = 2
+    write_manifest(beside.manifest, beside.manifest_path)
+    with pytest.raises(UsageError, match="--tensor-parallel-size 2, and a copy on the trainer's"):
+        sync_of(engine, beside, base, tmp_path).attach(Start())
+
+
 def test_it_needs_one_rank(engine: Engine, beside: Engine, base: Path, tmp_path: Path) -> None:
     sync = sync_of(engine, beside, base, tmp_path)
     sync.world = World()
