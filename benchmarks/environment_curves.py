@@ -28,6 +28,7 @@ import tomli_w
 from atropos_common.protocol.record_tail import RecordTail
 from atropos_common.system.run_dir import RunDir
 from benchmarks.environments import keys_of, listed, slug
+from benchmarks.support.checks import Checks
 from benchmarks.support.children import free_ports, up
 from trainer_core.rollouts.fields import environment
 
@@ -63,10 +64,13 @@ def main() -> int:
         print(json.dumps(rows))
     else:
         print(table(rows))
-    bad = [name for name in names if not rises(rows[name])]
-    for name in bad:
-        print(f"CHECK FAILED: the reward of {name} does not rise", file=sys.stderr)
-    return int(bool(bad))
+    checks = Checks()
+    for name, row in rows.items():
+        checks.at_least(f"groups of {name}", row["groups"], FEWEST_GROUPS)
+        if row["groups"]:
+            rise = row["last"] - row["first"]
+            checks.that(rise > 0, f"the reward of {name} does not rise: {rise:+.2f}")
+    return checks.status()
 
 
 def chosen(parts: list[str]) -> list[str]:
@@ -179,10 +183,6 @@ def rewards(recording: Path, names: list[str]) -> dict[str, dict[str, Any]]:
             "curve": [round(mean(means[at : at + part]), 4) for at in range(0, len(means), part)],
         }
     return found
-
-
-def rises(row: dict[str, Any]) -> bool:
-    return row["groups"] >= FEWEST_GROUPS and row["last"] > row["first"]
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
