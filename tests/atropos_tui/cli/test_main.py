@@ -132,7 +132,7 @@ def test_an_impossible_run_directory_is_a_mistake(
 ) -> None:
     def passed(profile: Profile, _: Path, site: Site, machine: bool, resumed: bool) -> Checked:
         stack = stack_of(make_site(profile, site.run.root, run_id=site.run_id))
-        return Checked(site, stack, Inventory(Hardware((), None), {}), "")
+        return Checked(site, stack, Inventory(Hardware((), None), {"vllm": "unknown"}), "")
 
     monkeypatch.setattr(up, "checked", passed)
     (tmp_path / "loop").symlink_to("loop")
