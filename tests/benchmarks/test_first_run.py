@@ -27,7 +27,9 @@ def check(folder: Path, page: Path) -> None:
     profile = tomllib.loads((page / "run.toml").read_text())
     starting, done, rollouts = (words(folder / name) for name in NAMES)
     for each in (starting, done, rollouts):
-        assert re.search(rf"run\.toml {profile['name']} +· +{profile['mode']} ", each), each[:200]
+        assert re.search(rf"run\.toml {profile['name']}[-0-9a-f]* +· +{profile['mode']} ", each), (
+            each[:200]
+        )
     steps = profile["trainer"]["training_steps"]
     assert "starting" in starting and "vllm waits for its" in starting
     assert f"step {steps}/{steps}" in done and f"{steps} steps, reward" in done
