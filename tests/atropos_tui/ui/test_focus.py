@@ -85,7 +85,11 @@ async def test_folded_components_stay_folded_and_take_commands(run: RunDir) -> N
     async with cockpit(run, (100, 30), control, lambda: NOW) as screen:
         await screen.until(lambda: screen.app.loaded)
         await screen.press("3")
-        height = screen.app.query_one(LogView).size.height
+        log = screen.app.query_one(LogView)
+        # Its height is final once the table of components has its rows.
+        await screen.shows("memory")
+        await screen.until(lambda: screen.app.focused is log and 0 < log.size.height < 20)
+        height = log.size.height
         await screen.press("F")
         await screen.shows("● run-api  ● vllm  ● env  ● trainer")
         assert "memory" not in screen.text()
