@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,12 @@ def _chats(site: Site, env: EnvSection) -> bool:
 
 def _unstopped(model: str) -> Iterator[str]:
     folder = resolve_path(model)
-    found = turn_end(folder)
+    known = special_tokens(folder)
+    found = turn_end(folder, known)
     if found is None:
         return
     token, number = found
-    stops = stop_tokens(folder)
+    stops = stop_tokens(folder, known)
     if stops and number not in stops:
         yield (
             f"{model}: its chat template ends an answer with {token}, and generation stops only at "
@@ -49,12 +50,13 @@ def _unstopped(model: str) -> Iterator[str]:
         )
 
 
-def turn_end(folder: Path) -> tuple[str, int] | None:
-    """Return text and id of the special token with which the model's chat template ends an answer.
+def turn_end(folder: Path, known: Mapping[str, int]) -> tuple[str, int] | None:
+    """Return text and id of the token of `known` with which the model's chat template ends an
+    answer.
 
     None: no template, or an answer ends without such a token.
     """
-    settings, known = _object(folder / "tokenizer_config.json"), _special_tokens(folder)
+    settings = _object(folder / "tokenizer_config.json")
     template = _template(folder, settings)
     if template is None or not known:
         return None
@@ -64,7 +66,7 @@ def turn_end(folder: Path) -> tuple[str, int] | None:
     return max(((token, known[token]) for token in ends), default=None, key=lambda e: len(e[0]))
 
 
-def stop_tokens(folder: Path) -> set[int]:
+def stop_tokens(folder: Path, known: Mapping[str, int]) -> set[int]:
     """Return the ids at which vLLM stops: the tokenizer's, and the generation config's."""
     stops: set[int] = set()
     # vLLM reads the model's config if there is no generation config.
@@ -76,17 +78,27 @@ def stop_tokens(folder: Path) -> set[int]:
             break
     eos = _object(folder / "tokenizer_config.json").get("eos_token")
     text = eos.get("content") if isinstance(eos, dict) else eos
-    return stops | {number for token, number in _special_tokens(folder).items() if token == text}
+    return stops | {number for token, number in known.items() if token == text}
 
 
-def _special_tokens(folder: Path) -> dict[str, int]:
+def special_tokens(folder: Path) -> dict[str, int]:
+    """Return the ids of the tokenizer's special tokens by text; empty: unknown."""
     # transformers before 5 writes them into the small file too.
     decoder = _object(folder / "tokenizer_config.json").get("added_tokens_decoder")
     if isinstance(decoder, dict):
-        rows = [{"id": int(n), **each} for n, each in decoder.items() if n.isdigit()]
+        rows = [(number, each) for number, each in decoder.items() if isinstance(each, dict)]
     else:
-        rows = _object(folder / "tokenizer.json").get("added_tokens") or []
-    return {str(each.get("content")): each["id"] for each in rows if type(each["id"]) is int}
+        listed = _object(folder / "tokenizer.json").get("added_tokens")
+        rows = [
+            (each.get("id"), each)
+            for each in (listed if isinstance(listed, list) else [])
+            if isinstance(each, dict)
+        ]
+    return {
+        str(each["content"]): int(number)
+        for number, each in rows
+        if each.get("content") and str(number).isdecimal()
+    }
 
 
 def _template(folder: Path, settings: dict[str, Any]) -> str | None:

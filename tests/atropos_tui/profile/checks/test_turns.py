@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from atropos_tui.cli import main
-from atropos_tui.profile.checks.turns import stop_tokens, turn_end
+from atropos_tui.profile.checks.turns import special_tokens, stop_tokens, turn_end
 from tests.e2e.live_stack import free_ports
 
 CHATML = (
@@ -43,10 +43,25 @@ def folder_of(folder: Path, *, eos: Any = 7, template: Any = CHATML, old: bool =
 @pytest.mark.parametrize("old", [False, True])
 def test_the_end_of_an_answer_and_the_stop_tokens(tmp_path: Path, old: bool) -> None:
     folder = folder_of(tmp_path / "m", old=old)
-    assert turn_end(folder) == ("<|im_end|>", 9)
-    assert stop_tokens(folder) == {7}
+    known = special_tokens(folder)
+    assert known == IDS
+    assert turn_end(folder, known) == ("<|im_end|>", 9)
+    assert stop_tokens(folder, known) == {7}
     folder_of(folder, eos=[7, 9], old=old)
-    assert stop_tokens(folder) == {7, 9}
+    assert stop_tokens(folder, known) == {7, 9}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", {"added_tokens": [3, {"content": "x"}, {"id": 1}, {"id": "a b"}]}),
+        ("tokenizer.json", {"added_tokens": 3}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"1": 2, "x": {"content": "x"}}}),
+    ],
+)
+def test_files_of_another_form_tell_nothing(tmp_path: Path, name: str, content: Any) -> None:
+    (tmp_path / name).write_text(json.dumps(content))
+    assert special_tokens(tmp_path) == {}
 
 
 @pytest.mark.parametrize(
@@ -60,8 +75,9 @@ def test_the_end_of_an_answer_and_the_stop_tokens(tmp_path: Path, old: bool) -> 
     ],
 )
 def test_templates_that_tell_nothing(tmp_path: Path, template: str) -> None:
-    assert turn_end(folder_of(tmp_path / "m", template=template)) is None
-    assert turn_end(tmp_path / "nowhere") is None and stop_tokens(tmp_path / "nowhere") == set()
+    assert turn_end(folder_of(tmp_path / "m", template=template), IDS) is None
+    nowhere = tmp_path / "nowhere"
+    assert turn_end(nowhere, special_tokens(nowhere)) is None and stop_tokens(nowhere, {}) == set()
 
 
 def test_validate_warns_of_it(
