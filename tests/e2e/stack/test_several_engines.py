@@ -135,6 +135,27 @@ def versions(first: int) -> list[int]:
     return [page["weight_version"] for page in pages]
 
 
+def assert_goes_on(run: LiveStack, first: int, killed: str) -> None:
+    """Four steps later both engines answer with the newest version, or the one before."""
+    run.until_step(len(run.steps()) + 4, timeout=240)
+    seen = versions(first)
+    assert abs(seen[0] - seen[1]) <= 1 and min(seen) >= len(run.steps()) - 2, (killed, seen)
+
+
+def attempts_at_the_end(run: LiveStack) -> dict[str, set[int]]:
+    """Take the stack down, check its steps and its alignment, and return the attempts by
+    component."""
+    run.cli("down", timeout=180)
+    run.wait(timeout=60)
+    steps = [step.step for step in run.telemetry("step")]
+    assert steps == list(range(1, len(steps) + 1)), "no step is lost or repeated"
+    assert {record.verdict for record in run.telemetry("alignment")} == {"ok"}
+    run.assert_nothing_left()
+    return {
+        name: {s.attempt for s in run.states(name)} for name in (*NAMES, "trainer", "arithmetic")
+    }
+
+
 @pytest.mark.timeout(900)
 def test_single_copy_with_an_engine_beside_it_survives_each_of_them(
     stack: Callable[..., LiveStack],
@@ -158,22 +179,12 @@ def test_single_copy_with_an_engine_beside_it_survives_each_of_them(
         os.kill(run.pid_of(name), signal.SIGKILL)
         killed = time.time()
         run.until(lambda name=name, at=killed: back(name, at), 240, f"{name} healthy again")
-        run.until_step(len(run.steps()) + 4, timeout=240)
-        seen = versions(first)
-        assert abs(seen[0] - seen[1]) <= 1 and min(seen) >= len(run.steps()) - 2, (name, seen)
-    run.cli("down", timeout=180)
-    run.wait(timeout=60)
-    attempts = {
-        name: {s.attempt for s in run.states(name)} for name in (*NAMES, "trainer", "arithmetic")
-    }
+        assert_goes_on(run, first, name)
+    attempts = attempts_at_the_end(run)
     assert attempts == {"vllm-0": {1, 2}, "vllm-1": {1, 2}, "trainer": {1, 2}, "arithmetic": {1}}
-    steps = [step.step for step in run.telemetry("step")]
-    assert steps == list(range(1, len(steps) + 1)), "no step is lost or repeated"
     alignments = run.telemetry("alignment")
-    assert {record.verdict for record in alignments} == {"ok"}
     assert sum(bool(record.probe_tokens) for record in alignments) >= 10, "of both, by turns"
     assert any(record.left_out for record in run.telemetry("sync")), "one was away meanwhile"
-    run.assert_nothing_left()
 
 
 @pytest.mark.timeout(900)
@@ -194,17 +205,7 @@ def test_the_end_of_any_engine_on_the_trainers_device_costs_no_step(
         os.kill(run.pid_of(name), signal.SIGKILL)
         again = lambda at=at: {s.attempt for s in run.states("trainer")} >= {at}  # noqa: E731
         run.until(again, 240, f"the trainer restarted with {name}")
-        run.until_step(len(run.steps()) + 4, timeout=240)
-        seen = versions(first)
-        assert abs(seen[0] - seen[1]) <= 1 and min(seen) >= len(run.steps()) - 2, (name, seen)
-    run.cli("down", timeout=180)
-    run.wait(timeout=60)
-    attempts = {
-        name: {s.attempt for s in run.states(name)} for name in (*NAMES, "trainer", "arithmetic")
-    }
+        assert_goes_on(run, first, name)
+    attempts = attempts_at_the_end(run)
     assert attempts["vllm-0"] == attempts["vllm-1"] == {1, 2}
     assert attempts["trainer"] == {1, 2, 3} and attempts["arithmetic"] == {1}
-    steps = [step.step for step in run.telemetry("step")]
-    assert steps == list(range(1, len(steps) + 1)), "no step is lost or repeated"
-    assert {record.verdict for record in run.telemetry("alignment")} == {"ok"}
-    run.assert_nothing_left()
