@@ -68,12 +68,12 @@ class _StepLogger:
         engine_idx: int = 0,
         **_: Any,
     ) -> None:
+        if iteration_stats is None and scheduler_stats is None:
+            return
         # Without new outputs there are no iteration stats: the engine may hold tokens back.
         tokens = iteration_stats.num_generation_tokens if iteration_stats else 0
         stats = scheduler_stats
         if stats is None:
-            if iteration_stats is None:
-                return
             self._hear(Step(engine_idx, tokens, None, None, None))
             return
         running, waiting = stats.num_running_reqs, stats.num_waiting_reqs

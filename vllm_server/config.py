@@ -23,15 +23,13 @@ from atropos_common.system.run_dir import (
     ENV_LOGDIR,
     ENV_NODE_ADDRESS,
     ENV_RUN_DIR,
+    ENV_SHARED_WEIGHTS,
     ENV_TOKEN,
     ENV_TRAINER_HOSTS,
     ENV_WEIGHT_UPDATES,
     LONGEST_SOCKET,
     MANIFEST_NAME,
     is_safe_name,
-)
-from atropos_common.system.run_dir import (
-    ENV_SHARED_WEIGHTS as ENV_SHARED_WEIGHTS,
 )
 
 ENV_BRIDGE_CONFIG_PATH = "VLLM_BRIDGE_CONFIG_PATH"

@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 from atropos_common.models import engine_release
 from atropos_common.protocol.bridge import GREEDY_BELOW
 from atropos_common.system import parent_death
-from atropos_common.system.run_dir import ENV_WEIGHT_UPDATES
+from atropos_common.system.run_dir import ENV_SHARED_WEIGHTS, ENV_WEIGHT_UPDATES
 from vllm_server.config import (
     ENV_FORK_ENGINE,
     ENV_INSTANCE_ID,
-    ENV_SHARED_WEIGHTS,
 )
 
 if TYPE_CHECKING:

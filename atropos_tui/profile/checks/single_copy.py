@@ -8,7 +8,7 @@ from atropos_tui.errors import Problem
 from atropos_tui.profile.errors import counted
 from atropos_tui.profile.profile import Profile
 from atropos_tui.profile.sections import EngineSection
-from atropos_tui.profile.site import copied, fed_sections, is_mapped, receivers, traits_of
+from atropos_tui.profile.site import copied, fed_sections, receivers, traits_of
 from trainer_core.config import TrainingConfig
 
 SAFE_LOADING = ("auto", "safetensors", "pt", "hf", "mistral", "fastsafetensors")
@@ -65,7 +65,7 @@ def check_further_engines(profile: Profile) -> Iterator[Problem]:
         )
     # Without any `gpus` the stack runs on CPUs.
     for index, section in fed_sections(profile).items() if first.gpus else ():
-        if not (section.gpus or profile.is_spread or is_mapped(profile, section)):
+        if not (section.gpus or profile.is_spread):
             yield Problem(
                 f"{section.name} gets its weights by broadcast, so it needs a GPU of its own",
                 f"name its GPUs, other than {first.gpus}",
