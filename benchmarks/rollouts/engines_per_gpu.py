@@ -151,6 +151,8 @@ def flags(asked: argparse.Namespace) -> list[str]:
     found += ["--load-format", "dummy"] if asked.random else []
     if asked.cpu:
         return [*found, "--enforce-eager", "--dtype", "float32", "--kv-cache-memory-bytes", "2G"]
+    # vLLM starts only where the named share of the card is free, whatever the cache's size.
+    found += ["--gpu-memory-utilization", "0.15"]
     return [*found, "--max-num-seqs", "512", "--kv-cache-memory-bytes", "6G"]
 
 

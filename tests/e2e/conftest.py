@@ -22,7 +22,10 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     base = tmp_path_factory.getbasetemp()
     cache = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "cache"
     cache.mkdir(exist_ok=True)
-    patch.setenv("ATROPOS_CACHE", os.environ.get("ATROPOS_CACHE") or str(cache))
+    given = os.environ.get("ATROPOS_CACHE")
+    if given:
+        Path(given).mkdir(parents=True, exist_ok=True)
+    patch.setenv("ATROPOS_CACHE", given or str(cache))
     patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
     yield
     patch.undo()
