@@ -198,20 +198,24 @@ def test_the_screen_there(ssh: SshNodes, tmp_path: Path) -> None:
     )
     os.close(child)
     seen, give_up = b"", time.monotonic() + 60
-    while b"37/60" not in seen:
-        assert time.monotonic() < give_up and screen.poll() is None, seen[-2000:]
-        if select.select([parent], [], [], 0.2)[0]:
-            seen += os.read(parent, 65536)
-    os.write(parent, b"d")
-    while screen.poll() is None:
-        assert time.monotonic() < give_up
-        if select.select([parent], [], [], 0.1)[0]:
-            try:
+    try:
+        while b"37/60" not in seen:
+            assert time.monotonic() < give_up and screen.poll() is None, seen[-2000:]
+            if select.select([parent], [], [], 0.2)[0]:
                 seen += os.read(parent, 65536)
-            except OSError:
-                break
-    assert screen.wait(10) == 0
-    os.close(parent)
+        os.write(parent, b"q")
+        while screen.poll() is None:
+            assert time.monotonic() < give_up, seen[-2000:]
+            if select.select([parent], [], [], 0.1)[0]:
+                try:
+                    seen += os.read(parent, 65536)
+                except OSError:
+                    break
+        assert screen.wait(10) == 0
+    finally:
+        screen.kill()
+        screen.wait()
+        os.close(parent)
 
 
 def test_what_ssh_cannot_do_is_said(
