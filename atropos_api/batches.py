@@ -23,6 +23,7 @@ from atropos_common.net.http import AFTER_HEADER, BATCH_HEADER
 
 PATH = "/batch"
 SHARE_PATH = "/share"
+REGISTER_PATH = "/register"
 # Seconds that a request with `AFTER_HEADER` waits for a batch.
 LONG_POLL_S = 0.5
 # Seconds between two checks of the queue. atroposlib appends to it without any event to wait for.
@@ -68,6 +69,8 @@ class Batches:
         elif scope["type"] == "http" and scope["path"] == SHARE_PATH and scope["method"] == "GET":
             await self._share(QueryParams(scope["query_string"]))(scope, receive, send)
         else:
+            if scope["type"] == "http" and scope["path"] == REGISTER_PATH:
+                self._drop_early_groups()
             await self._app(scope, receive, send)
 
     async def _answer(self, after: str | None) -> Response:
@@ -88,6 +91,12 @@ class Batches:
                 if time.monotonic() >= give_up:
                     return Response(b'{"batch":null}', media_type="application/json")
                 await asyncio.sleep(POLL_S)
+
+    # atroposlib takes a queue for an earlier registration and then ignores this one, and a group
+    # makes a queue. A trainer that came after the first group would never get a batch.
+    def _drop_early_groups(self) -> None:
+        if getattr(self._state, "batchsize", 0) < 1 and hasattr(self._state, "queue"):
+            del self._state.queue
 
     def _share(self, asked: QueryParams) -> Response:
         """Return an environment's queue slots for `ahead` batches; `{}` for the only one."""

@@ -120,6 +120,19 @@ def test_a_reset_forgets_what_was_kept(api: Api) -> None:
     assert "not registered" in api.http.get("/batch").json()["message"]
 
 
+def test_a_trainer_that_registers_after_a_group_gets_the_next_ones(api: Api) -> None:
+    """atroposlib ignored its registration, and every batch was empty for good."""
+    api.http.get("/reset_data").raise_for_status()
+    api.send(1)
+    api.http.post("/register", json=REGISTRATION).raise_for_status()
+    assert api.batch() == ([], None), "nobody knows which weights made the early group"
+    api.send(2)
+    assert api.batch() == ([2], None)
+    api.send(3)
+    api.http.post("/register", json=REGISTRATION).raise_for_status()
+    assert api.batch() == ([3], None), "a second registration keeps the queue"
+
+
 def test_an_answer_is_never_compressed(api: Api) -> None:
     api.send(1, messages=[[{"role": "user", "content": "x" * 5000}]] * 8)
     answer = api.http.get("/batch", headers={"Accept-Encoding": "gzip"})
