@@ -167,7 +167,10 @@ def _failed_for_good(run: LiveStack, component: str) -> str:
 def test_environment_that_crashes_at_import(
     stack: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "crashing_env.py").write_text("import no_such_thing_at_all\n")
+    # The checks before the start read import statements.
+    (tmp_path / "crashing_env.py").write_text(
+        "import importlib\nimportlib.import_module('no_such_thing_at_all')\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     output = _failed_for_good(stack(env__module="crashing_env"), "arithmetic")
     assert "no_such_thing_at_all" in output
