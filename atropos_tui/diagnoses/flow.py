@@ -357,9 +357,11 @@ def _bounds(records: Sequence[EnvCountsRecord]) -> dict[str, Any]:
     records = [record for record in records if record.workers is not None]
     found: dict[str, Any] = {}
     for name, field_ in BOUNDS.items():
+        # An environment that is now alone has no `awaited`: its older values no longer apply.
+        if not records or getattr(records[-1], name) is None:
+            continue
         known = [float(value) for record in records if (value := getattr(record, name)) is not None]
-        if known:
-            found[field_] = sum(known) / len(known)
+        found[field_] = sum(known) / len(known)
     newest = records[-1].model_dump(include=NEWEST) if records else {}
     return found | {name: value for name, value in newest.items() if value is not None}
 

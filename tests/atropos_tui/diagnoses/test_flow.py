@@ -337,6 +337,8 @@ def test_capacity_used_and_what_bounds_an_environment_are_measured() -> None:
                 waiting_for_slot=0.0,
                 in_engine=12.0,
                 group_size=8,
+                # A batch waited for another environment, which is gone since.
+                awaited=0.0 if at < now - 5 else None,
             )
         )
     found = watch.view(PARTS, now)["env"].bounds

@@ -145,8 +145,9 @@ script = "{folder}/slow.py"
 name = "flat"
 script = "{folder}/slow.py"
 """
-PATIENCE_S = 15.0
-"""Timeout of rollouts, which begin when the trainer has named its weights."""
+PATIENCE_S = 20.0
+"""Seconds from the trainer's attachment to the last diagnosis. Batches wait for flat until 32 of
+its groups were left out, and an environment counts every 5 s."""
 
 
 @pytest.mark.slow

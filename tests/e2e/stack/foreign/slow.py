@@ -1,5 +1,5 @@
-"""An environment that scores a group in two seconds, as a sandbox or a judge does; its scores never
-differ if its name ends in "flat"."""
+"""An environment that scores a group in two seconds, as a sandbox or a judge does. If its name ends
+in "flat", its scores never differ, and one second makes that known early."""
 
 import asyncio
 import random
@@ -27,7 +27,7 @@ class SlowEnv(BaseEnv):
         before, completions, logprobs, _ = await self.server.tokens_and_logprobs_completion(
             prompt="1+2=", n=self.config.group_size, max_tokens=4, temperature=1.0
         )
-        await asyncio.sleep(2)
+        await asyncio.sleep(1 if self.flat else 2)
         return {
             "tokens": [before + tokens for tokens in completions],
             "masks": [[-100] * len(before) + tokens for tokens in completions],
