@@ -329,7 +329,10 @@ class Shares:
         for _ in range(ahead - bool(handed_out)):
             count += draw(members, owed, size)[number]
         queued = sum(group.get("env_id") == number for group in queue)
-        return Places(count, queued, own.short_since is not None)
+        # `short_since` stays set when the environment turns barren or its share is lent; batches
+        # then no longer wait for it.
+        waited_for = any(member.waited_for for member in members if member.number == number)
+        return Places(count, queued, waited_for and own.short_since is not None)
 
     # Connected environments that a batch waits for, that have sent groups, or that are `asking`.
     def _members(

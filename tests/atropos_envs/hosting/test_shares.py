@@ -132,6 +132,29 @@ def test_nobody_waits_for_ever(capsys: pytest.CaptureFixture[str]) -> None:
     assert not shares.is_shared(groups(1, 8), known), "its process is dead or stands still"
 
 
+def test_an_environment_that_no_batch_waits_for_is_not_reported_as_awaited() -> None:
+    clock = Clock()
+    known, shares = envs(1.0, 1.0), Shares(clock)
+    queue = groups(1, 8)
+
+    def awaited(*, barren: bool = False) -> bool:
+        found = shares.places(0, queue, [], 32, 1, known, barren=barren)
+        assert found is not None
+        return found.awaited
+
+    assert not awaited(), "no batch has been short of its groups"
+    assert shares.form(queue, 32, known) is None
+    assert awaited()
+    assert not awaited(barren=True), "none of its groups can be sent"
+    assert awaited(), "it can send again, and the batch is still short"
+    clock.now += LEND_S + 1
+    assert not awaited(), "the others have its share"
+    queue += groups(0, 1)
+    assert not awaited(), "its group ends the wait"
+    assert shares.form(queue, 32, known) is None
+    assert awaited()
+
+
 # Two environments at the real run-api
 
 GROUP, BATCH, JUDGE_S = 4, 32, 0.3
