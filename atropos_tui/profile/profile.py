@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Self, get_args
 
 from pydantic import (
     BeforeValidator,
     Field,
+    ModelWrapValidatorHandler,
     PrivateAttr,
     ValidationError,
+    model_validator,
 )
 
 from atropos_tui.errors import Problem
@@ -48,6 +50,7 @@ from atropos_tui.profile.sections import (
     PrepareSection,
     Section,
     TrainerSection,
+    engines_per_gpu,
 )
 from atropos_tui.profile.spec import (
     LogPolicy,
@@ -140,6 +143,17 @@ class Profile(Section):
     alert: Annotated[list[AlertSection], BeforeValidator(_as_list)] = Field(default_factory=list)
     """Warnings when a metric leaves its bounds; several as [[alert]]."""
     _origins: Origins = PrivateAttr(default_factory=Origins)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _resolve(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(data, dict):
+            return handler(data)
+        data, automatic = engines_per_gpu(data)
+        profile = handler(data)
+        for index in automatic:
+            profile.vllm[index].mark_automatic()
+        return profile
 
     @property
     def origins(self) -> Origins:

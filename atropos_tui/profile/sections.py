@@ -11,6 +11,8 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -295,6 +297,58 @@ class EnvSection(ComponentOptions):
         return f"{self.name}-openenv"
 
 
+AUTO = "auto"
+ServersPerGpu = Annotated[
+    int,
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 8}, {"const": AUTO}], "default": 1}
+    ),
+]
+VLLM_FRACTION = 0.92
+"""Default of vLLM's gpu_memory_utilization."""
+
+
+def engines_per_gpu(data: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    """Replace `per_gpu = "auto"` in the data of a profile; return it, and the indexes of [[vllm]]
+    where it was."""
+    sections = data.get("vllm")
+    sections = [sections] if isinstance(sections, dict) else sections
+    if not isinstance(sections, list):
+        return data, []
+    found = [
+        index
+        for index, section in enumerate(sections)
+        if isinstance(section, dict) and section.get("per_gpu") == AUTO
+    ]
+    data = data | {"vllm": list(sections)}
+    for index in found:
+        number = 2 if _shares_one_gpu(data, sections[index]) else 1
+        data["vllm"][index] = sections[index] | {"per_gpu": number}
+    return data, found
+
+
+def _shares_one_gpu(data: dict[str, Any], section: dict[str, Any]) -> bool:
+    """Return True if all of the stack is in single copy on the only GPU of `section`."""
+
+    def of(name: str, key: str) -> Any:
+        table = data.get(name)
+        return table.get(key) if isinstance(table, dict) else None
+
+    gpus, args = section.get("gpus"), section.get("args")
+    parts = [section.get("tensor_parallel"), section.get("replicas")]
+    return (
+        data.get("mode", "shared_vllm") == "shared_vllm"
+        and len(data["vllm"]) == 1
+        and isinstance(gpus, list)
+        and len(gpus) == 1
+        and of("trainer", "gpus") in (None, [], gpus)
+        and all(part in (None, 1) for part in parts)
+        and not any("parallel" in str(key) for key in (args if isinstance(args, dict) else {}))
+        and of("cluster", "launcher") in (None, "local")
+        and data.get("inference_gpus") is None
+    )
+
+
 class EngineSection(ComponentOptions):
     """A vLLM server, or several equal ones."""
 
@@ -314,11 +368,13 @@ class EngineSection(ComponentOptions):
     enough."""
     replicas: int | None = Field(None, ge=1, le=MOST_NODES)
     """Number of equal servers, each with its own GPUs; default: as many as `gpus` suffice for."""
-    per_gpu: int = Field(1, ge=1, le=8)
+    per_gpu: ServersPerGpu = Field(1, ge=1, le=8)
     """Servers on the same GPUs, each with weights and KV cache of its own. More than one computes
-    more tokens per second where the Python of one server is the limit, as with small models."""
+    more tokens per second where the Python of one server is the limit, as with small models. auto:
+    two for a model below 2.5 billion parameters in single copy on one GPU, else one."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    """Share of the GPU memory for weights and KV cache; default: vLLM's."""
+    """Share of the GPU memory for weights and KV cache, of all `per_gpu` servers together;
+    default: vLLM's."""
     max_model_len: int | None = Field(None, ge=1)
     """Limit of the context in tokens, prompt included; default: the model's."""
     model: str | None = Field(None, min_length=1)
@@ -334,6 +390,10 @@ class EngineSection(ComponentOptions):
     """Let other users of this machine request completions without the run's key."""
     args: dict[str, Scalar] = Field(default_factory=dict)
     """Further flags of vLLM without the leading dashes; `true` is a flag without a value."""
+    # Servers that divide `gpu_memory_utilization`, where `per_gpu` no longer says it: in the
+    # section of one of them.
+    _beside: int = PrivateAttr(1)
+    _automatic: bool = PrivateAttr(False)  # `per_gpu` was "auto"
 
     def flag_key(self, name: str) -> str:
         """Key in `args` that sets `--name`, in the user's spelling."""
@@ -398,6 +458,26 @@ class EngineSection(ComponentOptions):
             for index, placements in enumerate(engines)
         ]
 
+    def mark_automatic(self) -> None:
+        """Note that `per_gpu` was "auto"."""
+        self._automatic = True
+
+    @property
+    def is_automatic(self) -> bool:
+        """True if `per_gpu` was "auto"."""
+        return self._automatic
+
+    @property
+    def memory_flag(self) -> float | None:
+        """--gpu-memory-utilization of one server; None: vLLM's default."""
+        alone = self.per_gpu * self._beside == 1
+        return self.gpu_memory_utilization if alone else round(self.memory_share, 4)
+
+    @property
+    def memory_share(self) -> float:
+        """Share of the GPU memory of one server."""
+        return (self.gpu_memory_utilization or VLLM_FRACTION) / (self.per_gpu * self._beside)
+
     def _one(self, index: int, count: int, where: dict[str, Any]) -> EngineSection:
         alone = (
             {
@@ -409,7 +489,9 @@ class EngineSection(ComponentOptions):
             if count > 1
             else {}
         )
-        return self.model_copy(update=where | alone)
+        one = self.model_copy(update=where | alone)
+        one._beside = self.per_gpu * self._beside // one.per_gpu
+        return one
 
 
 class TrainerSection(ComponentOptions):

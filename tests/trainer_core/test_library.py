@@ -307,7 +307,13 @@ class Teller(Callback):
 
 def test_callbacks_are_told(base: Path, batches: Path, tmp_path: Path) -> None:
     teller = Teller()
-    config = offline_config(base, tmp_path, checkpoint_interval=2, training_steps=3)
+    config = offline_config(
+        base,
+        tmp_path,
+        checkpoint_interval=2,
+        checkpoint_in_background=False,
+        training_steps=3,
+    )
     result = train(config, rollouts=batches, callbacks=[Silent(), teller])
     losses = [h["loss"] for h in result.history]
     assert teller.heard == [

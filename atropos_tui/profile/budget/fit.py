@@ -309,10 +309,14 @@ def _caches(
     one = longest * memory.kv_bytes_per_token(engine, model, width)
     # Smaller caches than now; if the present one does not hold one sequence, all that do.
     sizes = {count: count * one for count in SEQUENCES if count * one < cache or cache < one}
+    beside = site.profile.vllm[0].per_gpu
     return [
-        Option((_cache_setting(engine, size, (size + held) / device.total),), SEQUENCES[count])
+        Option(
+            (_cache_setting(engine, size, beside * (size + held) / device.total),),
+            SEQUENCES[count],
+        )
         for count, size in sizes.items()
-        if size + held < device.total
+        if beside * (size + held) < device.total
     ]
 
 
@@ -357,6 +361,8 @@ def _with_adapters(site: Site, settings: TrainingConfig, inventory: Inventory) -
     return []
 
 
+MOST_PARAMETERS_OF_TWO = 2.5e9
+"""Models from here on are limited by the GPU, and not by the core of an engine's Python."""
 KEPT_BY_A_RESUME = frozenset(
     {"trainer.optimizer", "trainer.master_weights", "trainer.gradient_dtype"}
 )
@@ -364,8 +370,9 @@ KEPT_BY_A_RESUME = frozenset(
 
 
 def settle(site: Site, inventory: Inventory, *, resumed: bool = False) -> tuple[Site, str]:
-    """Apply the `memory` key; keys that the profile sets stay. Return the site, and what was chosen
-    and why."""
+    """Apply `per_gpu = "auto"` and the `memory` key; keys that the profile sets stay. Return the
+    site, and what was chosen and why."""
+    site = _one_engine_of_large(site, inventory)
     profile = site.profile
     try:
         settings = training_config(site)
@@ -403,6 +410,18 @@ def settle(site: Site, inventory: Inventory, *, resumed: bool = False) -> tuple[
         return site, f"memory = {wanted}: no change, the stack fits as it is"
     why = lack(memory.site_budget(site, inventory)) or "the smallest GPU memory"
     return settled, f"memory = {wanted}: {all_chosen.text} ({why})"
+
+
+def _one_engine_of_large(site: Site, inventory: Inventory) -> Site:
+    """Return a site with one engine if `per_gpu = "auto"` would give two of a model that is not
+    small, that is unknown, or that does not fit twice."""
+    engine = site.profile.vllm[0]
+    if not engine.is_automatic or engine.per_gpu == 1:
+        return site
+    one = replace(site, profile=with_settings(site.profile, {"vllm.per_gpu": 1}))
+    model = inventory.models[engine.name]
+    small = isinstance(model, Model) and model.parameters < MOST_PARAMETERS_OF_TWO
+    return site if small and not lack(memory.site_budget(site, inventory)) else one
 
 
 def _lean(settings: TrainingConfig, fixed: set[str]) -> dict[str, Any]:

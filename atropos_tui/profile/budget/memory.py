@@ -33,7 +33,7 @@ from atropos_tui.profile.builders.commands import resolve_path
 from atropos_tui.profile.builders.engine import LORA_SLOTS, MOST_SEQUENCES
 from atropos_tui.profile.placement import Placement
 from atropos_tui.profile.profile import Profile
-from atropos_tui.profile.sections import EngineSection
+from atropos_tui.profile.sections import VLLM_FRACTION, EngineSection
 from atropos_tui.profile.site import (
     Site,
     engine_model,
@@ -49,8 +49,6 @@ from atropos_tui.profile.site import (
 from trainer_core.config import TrainingConfig
 
 HOST = "host"
-VLLM_FRACTION = 0.92
-"""Default of vLLM's gpu_memory_utilization."""
 CONTEXT = 750 * 1024**2
 """CUDA context and libraries of a process, in bytes."""
 GRAPH = 512 * 1024
@@ -305,7 +303,7 @@ class _Builder:
     ) -> None:
         device = self.device(names[0])
         per_token = kv_bytes_per_token(section, model, width)
-        share = section.gpu_memory_utilization or VLLM_FRACTION
+        share = section.memory_share
         given = self._given_kv_cache(names, section)
         if given is None and device.total is None:
             note = f"{share:.0%} of the GPU less the above; {per_token:,} B a token"
@@ -320,7 +318,8 @@ class _Builder:
             self.warnings.append(
                 f"{section.name}: the KV cache on {device.name} holds {tokens:,} tokens, and one "
                 f"sequence may have {longest:,}: vLLM will not start. Raise "
-                f"gpu_memory_utilization (now {share:g}) or lower max_model_len"
+                f"gpu_memory_utilization (now {section.gpu_memory_utilization or share:g}) or "
+                f"lower max_model_len"
             )
         return None
 

@@ -252,7 +252,7 @@ def _engine_command(
         "dtype": section.dtype or settings.dtype,
         "seed": site.profile.seed,
         "tensor-parallel-size": section.tensor_parallel if section.tensor_parallel > 1 else None,
-        "gpu-memory-utilization": section.gpu_memory_utilization,
+        "gpu-memory-utilization": section.memory_flag,
         "max-model-len": section.max_model_len,
     }
     # vLLM allots adapter memory at the start, for this rank and this number of adapters.

@@ -20,7 +20,14 @@ from atropos_tui.profile.plan import stack_of
 from atropos_tui.profile.profile import Profile, parse_profile
 from atropos_tui.profile.site import env_engines, make_site, training_config
 from atropos_tui.profile.spec import ComponentSpec
-from tests.atropos_tui.profile.budget.test_fit import QWEN25_14B, inventory, site_of
+from tests.atropos_tui.profile.budget.test_fit import (
+    LLAMA_8B,
+    QWEN3_1_7B,
+    QWEN25_14B,
+    in_folder,
+    inventory,
+    site_of,
+)
 
 RUN_DIR = Path("/runs/r")
 CPU = {"device": "cpu", "batch_size": 16}
@@ -127,7 +134,7 @@ def test_single_copy_with_an_engine_beside_it(gpus: list[int]) -> None:
 @pytest.mark.parametrize("gpus", [[], [1]])
 def test_engines_on_the_trainers_gpu_get_copies(gpus: list[int]) -> None:
     trainer = {"batch_size": 16} if gpus else CPU
-    vllm = {"gpus": gpus, "per_gpu": 3, "port": 9100, "gpu_memory_utilization": 0.2}
+    vllm = {"gpus": gpus, "per_gpu": 3, "port": 9100, "gpu_memory_utilization": 0.6}
     chosen = profile(vllm, mode="shared_vllm", trainer=trainer)
     assert problems(chosen) == []
     planned = parts(chosen)
@@ -136,6 +143,7 @@ def test_engines_on_the_trainers_gpu_get_copies(gpus: list[int]) -> None:
     assert [engine.gpus for engine in engines] == [gpus] * 3
     assert planned["trainer"].gpus == gpus
     for name, engine in zip(names, engines, strict=True):
+        assert engine.command[engine.command.index("--gpu-memory-utilization") + 1] == "0.2"
         assert engine.env["VLLM_ENABLE_SHARED_WEIGHTS"] == "1" and name in str(engine.clears)
         assert "ATROPOS_WEIGHT_UPDATES" not in engine.env
         assert engine.restart_with == ["trainer"], "its memory is mapped there"
@@ -159,12 +167,7 @@ def test_engines_on_the_trainers_gpu_get_copies(gpus: list[int]) -> None:
         ("lora_restart", {"gpus": [0], "per_gpu": 2}, "2 engines"),
         (
             "shared_vllm",
-            {"gpus": [0], "per_gpu": 2, "gpu_memory_utilization": 0.6},
-            "take 1.20 of its memory (vllm 0.6 + vllm 0.6)",
-        ),
-        (
-            "shared_vllm",
-            {"gpus": [0, 1], "tensor_parallel": 2, "per_gpu": 2, "gpu_memory_utilization": 0.2},
+            {"gpus": [0, 1], "tensor_parallel": 2, "per_gpu": 2, "gpu_memory_utilization": 0.4},
             "the whole model on the trainer's GPU",
         ),
     ],
@@ -178,10 +181,43 @@ def test_engines_on_the_same_gpus_that_cannot_be(
 
 
 def test_what_fits_suits_several_engines_on_the_trainers_gpu() -> None:
-    site = site_of(vllm={"per_gpu": 2, "gpu_memory_utilization": 0.3})
+    site = site_of(vllm={"per_gpu": 2, "gpu_memory_utilization": 0.6})
     assert not any("tensor_parallel" in each.text for each in nearest(site, inventory("4xH100")))
     adapters = nearest(site, inventory("1xH100", QWEN25_14B))[-1].settings
     assert adapters["mode"] == "lora_only" and adapters["vllm.per_gpu"] == 1
+
+
+@pytest.mark.parametrize(
+    ("engines", "more"),
+    [
+        (2, {}),
+        (2, {"trainer": {"gpus": [0]}}),
+        (1, {"mode": "none"}),
+        (1, {"mode": "broadcast", "trainer": {"gpus": [1]}}),
+        (1, {"mode": "lora_only", "trainer": {"gpus": [1]}}),
+        (1, {"vllm": {"gpus": []}}),
+        (1, {"vllm": {"gpus": [0, 1], "tensor_parallel": 2}}),
+        (1, {"vllm": {"args": {"data-parallel-size": 2}}}),
+        (1, {"trainer": {"gpus": [1]}}),
+        (1, {"cluster": {"launcher": "slurm"}}),
+    ],
+)
+def test_auto_means_two_engines_in_single_copy_on_one_gpu(
+    engines: int, more: dict[str, Any]
+) -> None:
+    vllm = {"gpus": [0], "per_gpu": "auto", "gpu_memory_utilization": 0.4}
+    data: dict[str, Any] = {
+        "name": "p",
+        "model": "m",
+        "env": {"command": ["python"]},
+        **more,
+        "vllm": vllm | more.get("vllm", {}),
+    }
+    found = Profile.model_validate(data)
+    assert found.vllm[0].per_gpu == engines
+    if not found.is_spread:
+        shares = [engine.memory_share for engine in found.engines]
+        assert shares == [0.4 / engines] * engines
 
 
 def test_a_broadcast_on_a_cpu_has_replicas() -> None:
@@ -211,15 +247,36 @@ def test_plan_says_whose_weights_an_engine_has(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "p.toml"
-    file.write_text(
-        'extends = "gsm8k"\nname = "p"\n[vllm]\nper_gpu = 2\ngpu_memory_utilization = 0.2\n'
-    )
-    assert run(["plan", str(file), "--gpus", "1xH100"]) == 0
+    file.write_text('extends = "gsm8k"\nname = "p"\n')
+    sets = ["--set", in_folder(tmp_path, QWEN3_1_7B)]
+    assert run(["plan", str(file), *sets, "--gpus", "1xH100"]) == 0
     said = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert [line for line in said if line.startswith("weights   ")] == [
         "weights   the trainer's own, in this engine's memory",
         "weights   a copy, which the trainer updates",
     ]
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "engines"),
+    [
+        (QWEN3_1_7B, "1xH100", 2),
+        (LLAMA_8B, "1xH200", 1),
+        (QWEN3_1_7B, "1xRTX-4090", 1),
+        (None, "1xH100", 1),
+    ],
+)
+def test_auto_means_one_engine_of_a_model_that_is_not_small(
+    config: dict[str, Any] | None,
+    gpus: str,
+    engines: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = "model=no/such" if config is None else in_folder(tmp_path, config)
+    run(["plan", "gsm8k", "--set", model, "--gpus", gpus, "--json"])
+    said = capsys.readouterr()
+    assert said.out.count('"role": "engine"') == engines, said
 
 
 def test_engines_on_the_same_gpu_by_reload() -> None:
