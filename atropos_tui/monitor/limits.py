@@ -270,8 +270,10 @@ def _by_engine(run: Run, found: Rates) -> Limit:
         full = f" with {running:.0f} of {slots:.0f} possible sequences"
         if found.has_engine_queue:
             full = f" with at most {slots:.0f} at a time, {found.flow.queued or 0.0:.0f} more wait"
-            if not _has_full_cache(run, found.flow.engine):
-                do.insert(0, f"raise max-num-seqs of [vllm.args] (now {slots:.0f})")
+            asked = _engines(names)
+            if not any(_has_full_cache(run, engine) for engine in asked):
+                each = slots / len(asked)
+                do.insert(0, f"raise max-num-seqs of [vllm.args] (now {each:.0f})")
         elif running < HAS_ROOM * slots and bound(found.flow) not in ("workers", "target"):
             above = run.offpolicy(found.flow)
             lag = f"env.max_batches_offpolicy above {above} (policy lag grows with it)"
@@ -287,7 +289,7 @@ def _by_engine(run: Run, found: Rates) -> Limit:
 
 
 def _more_per_gpu(run: Run, names: list[str]) -> list[str]:
-    asked = {each for name in names for each in name.split(" and ")}
+    asked = _engines(names)
     engines = [part for part in run.info.components if part.name in asked]
     gpus = engines[0].gpus if engines else ()
     # In single copy the trainer's GPU has all of the model, and every engine.
@@ -301,6 +303,11 @@ def _more_per_gpu(run: Run, names: list[str]) -> list[str]:
     more = 1 + sum(part.gpus == gpus for part in engines)
     why = f"its GPU computes {busy:.0%} of the time, so one core of its Python is the limit"
     return [f"vllm.per_gpu = {more} ({why})"]
+
+
+def _engines(names: list[str]) -> set[str]:
+    """Return the engines of names that may stand for several: "vllm-0 and vllm-1"."""
+    return {engine for name in names for engine in name.split(" and ")}
 
 
 def _has_full_cache(run: Run, engine: str) -> bool:

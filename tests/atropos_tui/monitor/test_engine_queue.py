@@ -25,6 +25,14 @@ def test_requests_that_wait_for_a_slot_of_the_engine_name_its_number_of_slots() 
     assert "max-num-seqs" not in said(full).do
 
 
+def test_of_two_engines_the_number_of_slots_is_that_of_each() -> None:
+    queue: dict[str, Any] = {"running": 32.0, "slots": 32.0, "queued": 900.0}
+    both = flow(0.31, 0.2, engine="vllm-0 and vllm-1", **queue)
+    assert said(both).do.startswith("raise max-num-seqs of [vllm.args] (now 16), ")
+    both.engines["vllm-1"] = EngineGauges(kv_use=0.97)
+    assert "max-num-seqs" not in said(both).do
+
+
 def test_after_the_end_a_queue_in_the_engine_is_named_from_a_smaller_wait_on() -> None:
     part = {"step_s": 1.0, "data_wait_s": 0.36, "train_s": 0.6, "sync_s": 0.04, "tokens_per_s": 9}
     steps = [TimingRecord(step=at, time=NOW - 38 + at, checkpoint_s=0, **part) for at in range(38)]
