@@ -329,7 +329,7 @@ def make_sync(
     """Return the strategy for `config.mode`; recorded rollouts need no server."""
     module, name = _STRATEGIES[config.mode]
     if config.mode == "shared_vllm" and (config.vllm_urls or config.copy_config_paths):
-        module, name = "shared_and_sent", "SingleCopyAndOthers"
+        module, name = "further_servers", "SingleCopyAndOthers"
     if config.rollouts is not None:
         module, name = "none_reload", "Offline"
     strategy = getattr(import_module(f"trainer_core.weight_sync.{module}"), name)

@@ -18,7 +18,7 @@ from tests.trainer_core.stand_ins import Engine, plain_model, run_config
 from trainer_core.errors import EngineGone, UsageError
 from trainer_core.ranks.world import World
 from trainer_core.weight_sync.base import Start, WeightSync, make_sync
-from trainer_core.weight_sync.shared_and_sent import SingleCopyAndOthers
+from trainer_core.weight_sync.further_servers import SingleCopyAndOthers
 
 CPU = torch.device("cpu")
 

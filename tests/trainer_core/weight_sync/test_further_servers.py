@@ -16,7 +16,7 @@ from trainer_core.errors import UsageError
 from trainer_core.ranks.world import World
 from trainer_core.weight_sync.base import Start, make_sync
 from trainer_core.weight_sync.broadcast import Broadcast
-from trainer_core.weight_sync.shared_and_sent import SingleCopyAndOthers
+from trainer_core.weight_sync.further_servers import SingleCopyAndOthers
 
 CPU = torch.device("cpu")
 
