@@ -63,17 +63,20 @@ class Saver:
 
     def save_if_due(self, step: int, version: int) -> float:
         """Save if a checkpoint is due; return the seconds that the loop waited."""
+        began = time.perf_counter()
         # Rank 0 decides, so that all ranks enter the collective `finish` together.
         if self._saving is not None and self._world.share(self._saving.over):
             self.finish(step, version)
         interval = self._config.checkpoint_interval
-        if not interval or step % interval:
-            return 0.0
+        # After a full disk `finish` has saved this step in the foreground.
+        if not interval or step % interval or step == self.saved_step:
+            return time.perf_counter() - began
         # Adapters are small, so they are written in the foreground.
         if not self._config.checkpoint_in_background or self._config.trains_adapters:
             return self.save(step, version).seconds
-        began = time.perf_counter()
         self.finish(step, version)
+        if step == self.saved_step:
+            return time.perf_counter() - began
         # `finish` above waits for the previous one, so there is one write at a time.
         self._saving = BackgroundSave(
             self._model,

@@ -283,6 +283,7 @@ def test_a_full_disk_pauses_the_run_until_there_is_room(
     assert "No space left on device: step 1 cannot be saved in" in said or (
         background and "step 2 cannot" in said
     ), said
+    assert said.count("Saved step_2") == 1, "a step that waited for room is not written again"
     assert checkpoint.starting_point(config.model_copy(update={"resume": "auto"})).step == 2
 
 
