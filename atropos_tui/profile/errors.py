@@ -309,11 +309,14 @@ def _reason_and_fix(
     got = f"(got {value_text(value, str(path[-1]) if path else '')})"
     known = [str(choice) for form in forms for choice in choices(form)]
     if known and isinstance(value, str):
-        return (
-            f"unknown value {got}",
-            f"{did_you_mean(value, known)}choose one of: {', '.join(known)}",
+        # A word or a number, such as per_gpu: `known` has the words alone.
+        others = any(form.get("type") in ("integer", "number") for form in forms)
+        choice = (
+            f"give {phrases(forms, schema)}" if others else f"choose one of: {', '.join(known)}"
         )
-    reason = "wrong type" if known else _reason(item["type"])
+        return f"unknown value {got}", f"{did_you_mean(value, known)}{choice}"
+    reason = _reason(item["type"])
+    reason = "wrong type" if known and reason != "out of range" else reason
     if path and path[-1] == "depends_on":
         names = [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
         entries = ", ".join(f'{printable(name, 40)} = "healthy"' for name in names[:5] or ["api"])

@@ -224,6 +224,14 @@ class Profile(Section):
         return [engine for section in self.placed for engine, _ in section]
 
     @property
+    def servers(self) -> dict[str, list[str]]:
+        """Name of each [[vllm]] -> names of its servers."""
+        return {
+            section.name: [engine.name for engine, _ in made]
+            for section, made in zip(self.vllm, self.placed, strict=True)
+        }
+
+    @property
     def meeting_ports(self) -> dict[str, int]:
         """Engine -> port where its parts on several machines meet."""
         found: dict[str, int] = {}

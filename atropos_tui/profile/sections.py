@@ -355,7 +355,8 @@ class EngineSection(ComponentOptions):
     # `plan` derives vLLM flags from these keys; `checks.DERIVED_FLAGS` forbids the same flags in
     # `args`.
     name: Name = "vllm"
-    """Name in logs, commands and `depends_on`; several servers are NAME-0, NAME-1 and so on."""
+    """Name in logs, commands and `depends_on`; several servers are NAME-0, NAME-1 and so on, and
+    `depends_on` NAME waits for each."""
     port: Port = 9001
     """Port on this machine; several servers have consecutive ports from here."""
     gpus: list[GpuIndex] = Field(default_factory=list)

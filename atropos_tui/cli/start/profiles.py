@@ -17,7 +17,13 @@ from atropos_tui.cluster.machines import lacking
 from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.profile.budget import memory
 from atropos_tui.profile.budget.disk import disk_of
-from atropos_tui.profile.budget.fit import advice, settle, split_gpus, split_text
+from atropos_tui.profile.budget.fit import (
+    advice,
+    settle,
+    settle_engines,
+    split_gpus,
+    split_text,
+)
 from atropos_tui.profile.budget.inventory import EXAMPLES, Hardware, named_machine
 from atropos_tui.profile.budget.memory import (
     Inventory,
@@ -85,6 +91,9 @@ def checked(
         # Placement first: later checks depend on which machine has which component.
         if few := lacking(site.profile, site.hosts):
             raise _refused(few, profile)
+        inventory = take_inventory(site, named)
+        site, engines = settle_engines(site, inventory)
+        profile = site.profile
         problems = check_profile(site)
         try:
             stack = stack_of(site)
@@ -95,7 +104,6 @@ def checked(
             raise _refused(problems, profile) from None
         problems += [*check_graph(profile, stack), *check_curriculum(profile, stack)]
         if problems:
-            inventory = take_inventory(site, named)
             more = (
                 preflight(site, stack, inventory)
                 if machine
@@ -106,7 +114,6 @@ def checked(
             # A missing GPU causes problems with counts as well; report the missing one only.
             absent = {problem.key for problem in more if problem.key.endswith(".gpus")}
             raise _refused([*(each for each in problems if each.key not in absent), *more], profile)
-        inventory = take_inventory(site, named)
         site, chosen = settle(site, inventory, resumed=resumed)
         stack = stack_of(site)  # again: `settle` may have changed settings
         if machine and (wrong := mismatches(site, inventory)):
@@ -116,7 +123,7 @@ def checked(
         if machine and (missing := preflight(site, stack, inventory)):
             problems = [placed(problem, profile) for problem in missing]
             raise refused(problems, "the profile is valid, but cannot start on this machine")
-        return Checked(site, stack, inventory, "; ".join(filter(None, [divided, chosen])))
+        return Checked(site, stack, inventory, "; ".join(filter(None, [divided, engines, chosen])))
 
 
 def _divided(site: Site, named: Hardware | None) -> tuple[Site, str]:

@@ -370,9 +370,8 @@ KEPT_BY_A_RESUME = frozenset(
 
 
 def settle(site: Site, inventory: Inventory, *, resumed: bool = False) -> tuple[Site, str]:
-    """Apply `per_gpu = "auto"` and the `memory` key; keys that the profile sets stay. Return the
-    site, and what was chosen and why."""
-    site = _one_engine_of_large(site, inventory)
+    """Apply the `memory` key; keys that the profile sets stay. Return the site, and what was chosen
+    and why."""
     profile = site.profile
     try:
         settings = training_config(site)
@@ -412,16 +411,29 @@ def settle(site: Site, inventory: Inventory, *, resumed: bool = False) -> tuple[
     return settled, f"memory = {wanted}: {all_chosen.text} ({why})"
 
 
-def _one_engine_of_large(site: Site, inventory: Inventory) -> Site:
-    """Return a site with one engine if `per_gpu = "auto"` would give two of a model that is not
-    small, that is unknown, or that does not fit twice."""
+def settle_engines(site: Site, inventory: Inventory) -> tuple[Site, str]:
+    """Apply `per_gpu = "auto"`: one engine of a model that is not small, that is unknown, or that
+    does not fit twice. Return the site, and why it has one engine.
+
+    The number of engines decides their names and ports, so the checks come after it.
+    """
     engine = site.profile.vllm[0]
     if not engine.is_automatic or engine.per_gpu == 1:
-        return site
-    one = replace(site, profile=with_settings(site.profile, {"vllm.per_gpu": 1}))
+        return site, ""
     model = inventory.models[engine.name]
-    small = isinstance(model, Model) and model.parameters < MOST_PARAMETERS_OF_TWO
-    return site if small and not lack(memory.site_budget(site, inventory)) else one
+    if not isinstance(model, Model):
+        why = model
+    elif model.parameters >= MOST_PARAMETERS_OF_TWO:
+        why = f"{model.parameters / 1e9:.1f} billion parameters"
+    else:
+        try:
+            why = "two do not fit" if lack(memory.site_budget(site, inventory)) else ""
+        except ValueError:  # the settings contradict each other; the checks report it
+            why = ""
+    if not why:
+        return site, ""
+    one = replace(site, profile=with_settings(site.profile, {"vllm.per_gpu": 1}))
+    return one, f"per_gpu = auto: one engine ({why})"
 
 
 def _lean(settings: TrainingConfig, fixed: set[str]) -> dict[str, Any]:

@@ -547,7 +547,8 @@ def given_cache(device: Device, profile: Profile) -> str | None:
     """Key of the KV cache size, if that is the largest item of the device."""
     largest = max(device.items, key=lambda item: item.bytes or 0)
     for index, section in enumerate(profile.vllm):
-        if (largest.component, largest.what) != (section.name, "KV cache"):
+        made = profile.servers[section.name]
+        if largest.component not in made or largest.what != "KV cache":
             continue
         if key := cache_flag(section):
             return f"vllm.{index}.args.{key}"

@@ -55,9 +55,15 @@ def spec_of(site: Site, options: ComponentOptions, **derived: Any) -> ComponentS
             # Only the keys that the user wrote: the others keep the default of the role.
             given = {field: getattr(policy, field) for field in policy.model_fields_set}
             derived[name] = derived[name].model_copy(update=given) if name in derived else policy
-    for name in ("start_timeout_s", "depends_on"):
-        if getattr(options, name) is not None:
-            derived[name] = getattr(options, name)
+    if options.start_timeout_s is not None:
+        derived["start_timeout_s"] = options.start_timeout_s
+    if options.depends_on is not None:
+        servers = site.profile.servers
+        derived["depends_on"] = {
+            server: condition
+            for name, condition in options.depends_on.items()
+            for server in servers.get(name, [name])
+        }
     if options.cwd is not None:
         derived["cwd"] = site.path(options.cwd)
     derived["env"] = derived.get("env", {}) | {

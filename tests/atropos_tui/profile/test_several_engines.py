@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,77 @@ def test_auto_means_one_engine_of_a_model_that_is_not_small(
     run(["plan", "gsm8k", "--set", model, "--gpus", gpus, "--json"])
     said = capsys.readouterr()
     assert said.out.count('"role": "engine"') == engines, said
+
+
+@pytest.mark.parametrize(
+    ("config", "sets", "note"),
+    [
+        (LLAMA_8B, [], "per_gpu = auto: one engine (8.0 billion parameters)"),
+        (LLAMA_8B, ["trainer.memory=speed", "trainer.optimizer_offload=true"], "per_gpu = auto: "),
+        (None, [], "per_gpu = auto: one engine (model not on this machine)"),
+        (QWEN3_1_7B, [], ""),
+    ],
+)
+def test_validate_says_why_auto_is_one_engine(
+    config: dict[str, Any] | None,
+    sets: list[str],
+    note: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = f"model={tmp_path}/none" if config is None else in_folder(tmp_path, config)
+    given = [word for each in [model, *sets] for word in ("--set", each)]
+    assert run(["validate", "gsm8k", *given, "--gpus", "1xH200", "--json"]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert all(notes) and any(each.startswith(note) for each in notes) is bool(notes), notes
+    assert bool(notes) is bool(note)
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "reason"),
+    [
+        (LLAMA_8B, 'port = 9002\ndepends_on = { vllm = "healthy" }', ""),
+        (QWEN3_1_7B, 'port = 9002\ndepends_on = { vllm = "healthy" }', "port 9002 is also vllm"),
+        (LLAMA_8B, 'depends_on = { vllm-0 = "healthy" }', "depends on 'vllm-0', which is not in"),
+        (QWEN3_1_7B, 'depends_on = { vllm-0 = "healthy" }', ""),
+    ],
+)
+def test_the_checks_see_the_engines_that_auto_starts(
+    config: dict[str, Any],
+    more: str,
+    reason: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "p.toml"
+    file.write_text(f'extends = "gsm8k"\nname = "p"\n[component.x]\ncommand = ["x"]\n{more}\n')
+    sets = ["--set", in_folder(tmp_path, config)]
+    assert run(["validate", str(file), *sets, "--gpus", "1xH100"]) == (2 if reason else 0)
+    assert reason in capsys.readouterr().err
+
+
+def test_what_waits_for_a_section_waits_for_each_of_its_servers() -> None:
+    waits = {"command": ["x"], "depends_on": {"vllm": "healthy", "api": "started"}}
+    for vllm, names in (({"replicas": 2}, ["vllm-0", "vllm-1"]), ({}, ["vllm"])):
+        planned = parts(profile(vllm, component={"x": waits}))
+        assert planned["x"].depends_on == dict.fromkeys(names, "healthy") | {"api": "started"}
+
+
+def test_a_cache_of_a_given_size_is_what_to_lower() -> None:
+    args = {"kv-cache-memory-bytes": 60 << 30}
+    for engines in (1, 2):
+        site = site_of(vllm={"per_gpu": engines, "args": args})
+        (full,) = memory.site_budget(site, inventory("1xH100", QWEN3_1_7B)).warnings
+        assert "Fixes: lower vllm.args.kv-cache-memory-bytes;" in full
+
+
+@pytest.mark.parametrize(("value", "reason"), [("two", "unknown value"), (9, "out of range")])
+def test_an_error_names_numbers_as_well_as_auto(
+    value: object, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["validate", "gsm8k", "--set", f"vllm.per_gpu={value}"]) == 2
+    said = capsys.readouterr().err
+    assert reason in said and "give a whole number from 1 to 8 or one of: auto" in said
 
 
 def test_engines_on_the_same_gpu_by_reload() -> None:
