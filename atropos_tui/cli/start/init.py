@@ -513,7 +513,7 @@ def _placement(answers: Answers) -> Changes:
         # Engine and trainer share the cores; threads that spin while they wait slow the others.
         threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
         return {
-            "vllm": vllm | {"gpus": None, "gpu_memory_utilization": None},
+            "vllm": vllm | dict.fromkeys(("gpus", "per_gpu", "gpu_memory_utilization")),
             # The engine fills its queue long before the trainer has made a step.
             "env.args": {"env.max_batches_offpolicy": 1},
             "vllm.env": threads | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},

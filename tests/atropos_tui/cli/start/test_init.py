@@ -114,6 +114,13 @@ def test_flags_reach_the_profile(capsys: pytest.CaptureFixture[str]) -> None:
     assert "cannot start it yet" in capsys.readouterr().out, "GPU 3 and that model are not here"
 
 
+@pytest.mark.parametrize(("gpus", "kept"), [("", False), ("0", True)])
+def test_a_profile_for_a_cpu_has_no_keys_of_gpus(gpus: str, kept: bool) -> None:
+    main.run(["init", "--yes", "--env", "gsm8k", "--vllm-gpus", gpus, "mine.toml"])
+    text = Path("mine.toml").read_text()
+    assert [key in text for key in ("per_gpu", "gpu_memory_utilization")] == [kept] * 2
+
+
 def test_defaults_avoid_taken_ports() -> None:
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
