@@ -6,15 +6,16 @@ import json
 import os
 import pty
 import select
+import signal
 import socket
 import subprocess
 import sys
 import time
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 import jsonschema
-import psutil
 import pytest
 
 from atropos_tui.cli import main
@@ -248,17 +249,16 @@ def test_on_a_terminal_it_asks_again_and_takes_defaults() -> None:
 def test_leaving_a_question_writes_nothing(key: bytes, code: Exit) -> None:
     terminal = Terminal()
     terminal.expect("]: ")
-    while psutil.Process(terminal.process.pid).status() != psutil.STATUS_SLEEPING:
-        time.sleep(0.05)
-    time.sleep(
-        0.2
-    )  # a signal between the question and the reading of its answer would wait for that answer
     os.write(terminal.master, key)
-    if (
-        code is Exit.INTERRUPTED
-    ):  # the terminal is not the controlling one, so the key alone sends no signal
-        os.kill(terminal.process.pid, 2)
-    assert terminal.process.wait(30) == code
+    for _ in range(15):
+        # The terminal is not the controlling one, so the key alone sends no signal. One that comes
+        # between the question and the reading of its answer waits for that answer.
+        if code is Exit.INTERRUPTED:
+            os.kill(terminal.process.pid, signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            terminal.process.wait(2)
+            break
+    assert terminal.process.poll() == code
     assert not list(Path().glob("*.toml"))
 
 
