@@ -11,7 +11,6 @@ from atropos_tui.errors import Problem
 from atropos_tui.profile.errors import counted, did_you_mean, gpu_named_twice, one_engine_fed
 from atropos_tui.profile.placement import Placement, host_names
 from atropos_tui.profile.profile import Profile
-from atropos_tui.profile.sections import VLLM_FRACTION
 from atropos_tui.profile.site import receivers, trainer_placements, trainer_ranks, traits_of
 
 ADD_CLUSTER = 'add [cluster] with launcher = "slurm", "ssh", "kubernetes" or "ray", or leave it out'
@@ -274,7 +273,7 @@ def crowded(profile: Profile) -> Iterator[Problem]:
         # With a fixed cache size vLLM does not use its share of the GPU.
         if section.flag("kv-cache-memory-bytes") is None:
             for place in there:
-                on[place].append((index, section.gpu_memory_utilization or VLLM_FRACTION))
+                on[place].append((index, section.gpu_share))
         taken = {
             place
             for engine, placements in made

@@ -50,6 +50,7 @@ from atropos_tui.profile.sections import (
     PrepareSection,
     Section,
     TrainerSection,
+    as_list,
     engines_per_gpu,
 )
 from atropos_tui.profile.spec import (
@@ -95,11 +96,6 @@ OPENENV_PORT = 8100
 """Port of the first OpenEnv server that the stack starts."""
 
 
-# TOML writes a single section as [env] and several as [[env]]; both become a list.
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, dict) else value
-
-
 class Profile(Section):
     """One runnable stack: run-api, environments, vLLM servers and the trainer."""
 
@@ -116,21 +112,19 @@ class Profile(Section):
     both `gpus` keys."""
     cluster: ClusterSection | None = None
     """How components start on several machines."""
-    node: Annotated[list[NodeSection], BeforeValidator(_as_list)] = Field(default_factory=list)
+    node: Annotated[list[NodeSection], BeforeValidator(as_list)] = Field(default_factory=list)
     """The machines, as [[node]]; the first one is the supervisor's."""
     api: ApiSection = ApiSection()
     """run-api, the queue of rollouts between environments and trainer."""
-    env: Annotated[list[EnvSection], BeforeValidator(_as_list)] = Field(min_length=1)
+    env: Annotated[list[EnvSection], BeforeValidator(as_list)] = Field(min_length=1)
     """The environment; several as [[env]], each with a name."""
-    vllm: Annotated[list[EngineSection], BeforeValidator(_as_list)] = Field(
+    vllm: Annotated[list[EngineSection], BeforeValidator(as_list)] = Field(
         [EngineSection()], min_length=1
     )
     """The vLLM server; several as [[vllm]], each with a name."""
     trainer: TrainerSection = TrainerSection()
     """The trainer."""
-    prepare: Annotated[list[PrepareSection], BeforeValidator(_as_list)] = Field(
-        default_factory=list
-    )
+    prepare: Annotated[list[PrepareSection], BeforeValidator(as_list)] = Field(default_factory=list)
     """One-shot steps, in order, before everything else."""
     component: dict[Name, ExtraSection] = Field(default_factory=dict)
     """Further processes, by name."""
@@ -140,7 +134,7 @@ class Profile(Section):
     """Notifications of important events."""
     metrics: MetricsPolicy = MetricsPolicy()
     """Metrics for Prometheus."""
-    alert: Annotated[list[AlertSection], BeforeValidator(_as_list)] = Field(default_factory=list)
+    alert: Annotated[list[AlertSection], BeforeValidator(as_list)] = Field(default_factory=list)
     """Warnings when a metric leaves its bounds; several as [[alert]]."""
     _origins: Origins = PrivateAttr(default_factory=Origins)
 

@@ -308,11 +308,15 @@ VLLM_FRACTION = 0.92
 """Default of vLLM's gpu_memory_utilization."""
 
 
+# TOML writes a single section as [env] and several as [[env]]; both become a list.
+def as_list(value: Any) -> Any:
+    return [value] if isinstance(value, dict) else value
+
+
 def engines_per_gpu(data: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
     """Replace `per_gpu = "auto"` in the data of a profile; return it, and the indexes of [[vllm]]
     where it was."""
-    sections = data.get("vllm")
-    sections = [sections] if isinstance(sections, dict) else sections
+    sections = as_list(data.get("vllm"))
     if not isinstance(sections, list):
         return data, []
     found = [
@@ -475,9 +479,14 @@ class EngineSection(ComponentOptions):
         return self.gpu_memory_utilization if alone else round(self.memory_share, 4)
 
     @property
+    def gpu_share(self) -> float:
+        """Share of the GPU memory of all servers of the section."""
+        return self.gpu_memory_utilization or VLLM_FRACTION
+
+    @property
     def memory_share(self) -> float:
         """Share of the GPU memory of one server."""
-        return (self.gpu_memory_utilization or VLLM_FRACTION) / (self.per_gpu * self._beside)
+        return self.gpu_share / (self.per_gpu * self._beside)
 
     def _one(self, index: int, count: int, where: dict[str, Any]) -> EngineSection:
         alone = (

@@ -68,16 +68,17 @@ class Saver:
         if self._saving is not None and self._world.share(self._saving.over):
             self.finish(step, version)
         interval = self._config.checkpoint_interval
-        # After a full disk `finish` has saved this step in the foreground.
-        if not interval or step % interval or step == self.saved_step:
-            return time.perf_counter() - began
+        if interval and step % interval == 0:
+            self.finish(step, version)  # one write at a time
+            if step != self.saved_step:  # else `finish` has saved it after a full disk
+                self._begin(step, version)
+        return time.perf_counter() - began
+
+    def _begin(self, step: int, version: int) -> None:
         # Adapters are small, so they are written in the foreground.
         if not self._config.checkpoint_in_background or self._config.trains_adapters:
-            return self.save(step, version).seconds
-        self.finish(step, version)
-        if step == self.saved_step:
-            return time.perf_counter() - began
-        # `finish` above waits for the previous one, so there is one write at a time.
+            self.save(step, version)
+            return
         self._saving = BackgroundSave(
             self._model,
             self._config,
@@ -87,7 +88,6 @@ class Saver:
             progress=self._progress(),
             world=self._world,
         )
-        return time.perf_counter() - began
 
     def finish(self, step: int, version: int) -> None:
         """Wait for a background write; after a full disk save `step` instead."""

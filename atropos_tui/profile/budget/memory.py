@@ -33,7 +33,7 @@ from atropos_tui.profile.builders.commands import resolve_path
 from atropos_tui.profile.builders.engine import LORA_SLOTS, MOST_SEQUENCES
 from atropos_tui.profile.placement import Placement
 from atropos_tui.profile.profile import Profile
-from atropos_tui.profile.sections import VLLM_FRACTION, EngineSection
+from atropos_tui.profile.sections import EngineSection
 from atropos_tui.profile.site import (
     Site,
     engine_model,
@@ -318,8 +318,7 @@ class _Builder:
             self.warnings.append(
                 f"{section.name}: the KV cache on {device.name} holds {tokens:,} tokens, and one "
                 f"sequence may have {longest:,}: vLLM will not start. Raise "
-                f"gpu_memory_utilization (now {section.gpu_memory_utilization or share:g}) or "
-                f"lower max_model_len"
+                f"gpu_memory_utilization (now {section.gpu_share:g}) or lower max_model_len"
             )
         return None
 
@@ -560,7 +559,7 @@ def given_cache(device: Device, profile: Profile) -> str | None:
 def ways_out(device: Device, profile: Profile, settings: TrainingConfig) -> list[str]:
     """Fixes for this device, as profile keys; first for the largest item."""
     # The fix names the key of the first engine.
-    share = profile.vllm[0].gpu_memory_utilization or VLLM_FRACTION
+    share = profile.vllm[0].gpu_share
     cache = given_cache(device, profile)
     share_text = f"lower vllm.gpu_memory_utilization (now {share:g})"
     # With pack_tokens it limits a pass, whatever the batch size.
