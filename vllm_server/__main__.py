@@ -59,6 +59,8 @@ environment:
   ATROPOS_TOKEN=SECRET             needed on control routes, in the header X-Atropos-Token;
                                    made and written if unset
   ATROPOS_HOLD_GENERATION=1        answer only requests with the token until POST /bridge/resume
+  ATROPOS_LOADS_AFTER=URL          load the model once the server at URL, on the same GPU, is
+                                   healthy
   ATROPOS_SHM_NAME=NAME            name of the weight file under /dev/shm
   ATROPOS_ALLOWED_HOSTS=A,B        further names accepted in the Host header
   OMP_NUM_THREADS=1                on a CPU: also starts the engine by fork, in half the time

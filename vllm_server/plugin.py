@@ -19,7 +19,11 @@ from typing import TYPE_CHECKING, Any
 from atropos_common.models import engine_release
 from atropos_common.protocol.bridge import GREEDY_BELOW
 from atropos_common.system import parent_death
-from atropos_common.system.run_dir import ENV_SHARED_WEIGHTS, ENV_WEIGHT_UPDATES
+from atropos_common.system.run_dir import (
+    ENV_LOADS_AFTER,
+    ENV_SHARED_WEIGHTS,
+    ENV_WEIGHT_UPDATES,
+)
 from vllm_server.config import (
     ENV_FORK_ENGINE,
     ENV_INSTANCE_ID,
@@ -44,6 +48,10 @@ def register() -> None:
     from vllm_server.held_outputs import register_held_outputs
 
     register_held_outputs()
+    if other := os.environ.get(ENV_LOADS_AFTER):
+        from vllm_server.turns import register_turns
+
+        register_turns(other)
     if ENV_SHARED_WEIGHTS in os.environ or ENV_WEIGHT_UPDATES in os.environ:
         from vllm_server.weights.loaders import register_loaders
 

@@ -26,6 +26,8 @@ REGISTERED = "registered"
 """run-api accepted a trainer or an environment."""
 SET_UP = "its setup"
 FIRST_BATCH = "first batch"
+TURN = "its turn on the GPU"
+"""The inference servers that load their models on the same GPU before this one are healthy."""
 READY = "its first answer"
 """An inference server, or its part on another node, can serve."""
 # Seconds between attempts to write to a full disk.

@@ -161,9 +161,11 @@ def teach_forms(
             rows.append(source[start : start + length] + [2] + answers[-1])
         width, kept = max(map(len, rows)), max(map(len, answers))
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-        logits = model(ids, logits_to_keep=kept + 1).logits[:, :-1]
-        labels = ids[:, -kept:].masked_fill(ids[:, -kept:] == 0, -100)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        hidden = model.model(ids).last_hidden_state[:, -kept - 1 : -1]
+        labels = ids[:, -kept:]
+        # The logits of all positions would be most of the work.
+        logits = model.lm_head(hidden[labels != 0])
+        loss = torch.nn.functional.cross_entropy(logits, labels[labels != 0])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import math
+from itertools import pairwise
+from typing import Any
 
 from atropos_common.net.ports import is_loopback
 from atropos_common.protocol import stages
@@ -16,6 +18,7 @@ from atropos_common.protocol.bridge import (
 from atropos_common.protocol.control import Role
 from atropos_common.system.run_dir import (
     ENV_HOLD_GENERATION,
+    ENV_LOADS_AFTER,
     ENV_LOGDIR,
     ENV_SHARED_WEIGHTS,
     ENV_TRAINER_HOSTS,
@@ -65,6 +68,7 @@ MOST_SEQUENCES = 1024
 """Default of vLLM's --max-num-seqs on a large GPU."""
 LORA_SLOTS = 2
 """The newest adapter, and the one of completions still in flight."""
+ENV_READY_TIMEOUT = "VLLM_ENGINE_READY_TIMEOUT_S"
 ENGINE_STAGES = [
     Stage(
         name="its imports",
@@ -111,13 +115,16 @@ def engine_specs(
     place = site.place(section.node if site.profile.is_spread else None)
     shared = is_mapped(site.profile, section)
     manifest = str(site.run.manifest(section.name))
+    before = _on_the_same_gpus_before(site, section)
     first = spec_of(
         site,
         section,
         name=section.name,
         role=Role.ENGINE,
         command=commands[0],
-        env=_variables(site, section, settings) | node_address(site, placements, 0),
+        env=_variables(site, section, settings)
+        | node_address(site, placements, 0)
+        | ({ENV_LOADS_AFTER: site.engine_url(before)} if before else {}),
         depends_on=dict.fromkeys(after, "completed"),
         probes=_probes(site.engine_url(section), [FileCheck(path=manifest)] if shared else []),
         port=section.port,
@@ -127,7 +134,7 @@ def engine_specs(
         # A manifest of an earlier attempt would point the trainer at memory that no longer exists.
         clears=[manifest, *_shm_files(site, section)] if shared else [],
         scratch=True,  # vLLM leaves sockets and files of its process groups there
-        stages=ENGINE_STAGES,
+        stages=_stages(before),
         # The parts of one server restart together. In single copy the trainer maps this engine's
         # memory.
         restart_with=[
@@ -138,8 +145,9 @@ def engine_specs(
         stop=StopPolicy(grace_s=15),
         start_timeout_s=1800,  # loading and compiling a large model takes up to half an hour
     )
-    waits = first.depends_on | _after_neighbour(site, section)
-    first = first.model_copy(update={"depends_on": waits})
+    # vLLM's own limit is 600 s.
+    limit = {ENV_READY_TIMEOUT: f"{math.ceil(first.start_timeout_s)}"}
+    first = first.model_copy(update={"env": limit | first.env})
     others = (
         _without_api(site, first, names[rank], commands[rank], placements, rank)
         for rank in range(1, len(names))
@@ -147,14 +155,25 @@ def engine_specs(
     return [first, *others]
 
 
-def _after_neighbour(site: Site, section: EngineSection) -> dict[str, Literal["healthy"]]:
+def _on_the_same_gpus_before(site: Site, section: EngineSection) -> EngineSection | None:
     """Return the engine before this one on the same GPUs; both are of one [[vllm]] table."""
     # At its start vLLM measures the GPU's free memory, which nobody else may change meanwhile.
     for made in site.profile.placed if section.gpus else ():
-        names = [engine.name for engine, _ in made if engine.gpus == section.gpus]
-        if section.name in names[1:]:
-            return {names[names.index(section.name) - 1]: "healthy"}
-    return {}
+        engines = [engine for engine, _ in made if engine.gpus == section.gpus]
+        for before, engine in pairwise(engines):
+            if engine.name == section.name:
+                return before
+    return None
+
+
+def _stages(before: EngineSection | None) -> list[Stage]:
+    if before is None:
+        return ENGINE_STAGES
+    turn = Stage(
+        name=stages.TURN,
+        usually=f"engines of one GPU load one after another: see `logs {before.name}`",
+    )
+    return [ENGINE_STAGES[0], turn, *ENGINE_STAGES[1:]]
 
 
 def _variables(site: Site, section: EngineSection, settings: TrainingConfig) -> dict[str, str]:

@@ -159,7 +159,7 @@ def test_a_trainer_on_several_gpus_has_no_adafactor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "policy", "grace_s"), [("vllm", "always", 15), ("trainer", "on-failure", 120)]
+    ("section", "policy", "grace_s"), [("vllm", "always", 15), ("trainer", "on-failure", 600)]
 )
 def test_of_a_policy_only_what_the_profile_says_is_replaced(
     section: str, policy: str, grace_s: float

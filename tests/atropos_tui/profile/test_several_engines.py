@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from atropos_common.system.run_dir import ENV_ENGINE_URLS
+from atropos_common.protocol import stages
+from atropos_common.system.run_dir import ENV_ENGINE_URLS, ENV_LOADS_AFTER
 from atropos_tui.cli.main import run
 from atropos_tui.errors import Problem
 from atropos_tui.profile.budget import memory
@@ -149,10 +150,16 @@ def test_engines_on_the_trainers_gpu_get_copies(gpus: list[int]) -> None:
         assert "ATROPOS_WEIGHT_UPDATES" not in engine.env
         assert engine.restart_with == ["trainer"], "its memory is mapped there"
     assert len({engine.env["ATROPOS_SHM_NAME"] for engine in engines}) == 3
-    # vLLM measures free memory while it starts.
-    waits = [engine.depends_on for engine in engines]
-    healthy = [{}, {"vllm-0": "healthy"}, {"vllm-1": "healthy"}]
-    assert waits == (healthy if gpus else [{}] * 3)
+    # vLLM measures free memory while it starts: all import it at once, and load one by one.
+    assert [engine.depends_on for engine in engines] == [{}] * 3
+    before = [None, "http://127.0.0.1:9100", "http://127.0.0.1:9101"]
+    assert [engine.env.get(ENV_LOADS_AFTER) for engine in engines] == (
+        before if gpus else [None] * 3
+    )
+    turns = [stage.usually for stage in engines[2].stages if stage.name == stages.TURN]
+    assert turns == (
+        ["engines of one GPU load one after another: see `logs vllm-1`"] if gpus else []
+    )
     settings = training_config(make_site(chosen, RUN_DIR, run_id="r"))
     assert settings.vllm_urls is None and not settings.sends_weights
     manifests = [str(settings.vllm_config_path), *(settings.copy_config_paths or [])]
@@ -241,7 +248,17 @@ def test_engines_of_one_table_start_in_turn_and_others_as_the_profile_says() -> 
     assert check_graph(chosen, stack_of(make_site(chosen, RUN_DIR, run_id="r"))) == []
     assert planned["judge"].depends_on == {}
     assert planned["vllm-0"].depends_on == {"judge": "healthy"}
-    assert planned["vllm-1"].depends_on == {"judge": "healthy", "vllm-0": "healthy"}
+    assert planned["vllm-1"].depends_on == {"judge": "healthy"}
+    turns = {name: planned[name].env.get(ENV_LOADS_AFTER) for name in ("judge", "vllm-0", "vllm-1")}
+    assert turns == {"judge": None, "vllm-0": None, "vllm-1": "http://127.0.0.1:9001"}
+
+
+def test_the_start_limit_is_vllm_s_own_too() -> None:
+    """vLLM gave up after its own 600 s, also where the profile said half an hour."""
+    given = {"env": {"VLLM_ENGINE_READY_TIMEOUT_S": "77"}}
+    for vllm, seconds in [({}, "1800"), ({"start_timeout_s": 90.5}, "91"), (given, "77")]:
+        planned = parts(profile(vllm, trainer=CPU))["vllm"]
+        assert planned.env["VLLM_ENGINE_READY_TIMEOUT_S"] == seconds
 
 
 def test_plan_says_whose_weights_an_engine_has(

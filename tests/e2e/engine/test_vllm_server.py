@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,11 +30,13 @@ import torch
 
 from atropos_common.net import ports
 from atropos_common.protocol.bridge import ARRAYS, FORM_HEADER, prompt_digest
-from atropos_common.system.run_dir import ENV_HELD_PORT
+from atropos_common.system.run_dir import ENV_HELD_PORT, ENV_LOADS_AFTER
 from atropos_tui.profile.ports import free_port
 from tests.e2e.vllm_server_live import (
     TOKEN,
     Server,
+    await_ready,
+    begin_server,
     cache_hits,
     client,
     digests,
@@ -44,6 +47,7 @@ from tests.e2e.vllm_server_live import (
     start_server,
     still_running,
 )
+from tests.support.json_server import JsonServer
 from tests.support.other_user import needs_another_user, other_user, squat
 from trainer_core.config import TrainingConfig
 from trainer_core.probe import LogprobProbe
@@ -463,6 +467,31 @@ def test_a_server_whose_engine_was_killed_ends_as_one_that_crashed(
         )
     finally:
         end_of(server.process)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["uni", "mp"])
+def test_it_imports_at_once_and_loads_after_the_engine_before_it(
+    tmp_path: Path, model: Path, executor: str
+) -> None:
+    healthy = threading.Event()
+    other = JsonServer(lambda *_: (200 if healthy.is_set() else 503, {}))
+    flags = ("--distributed-executor-backend", executor)
+    variables = {ENV_LOADS_AFTER: other.url, "ATROPOS_TOKEN": TOKEN}
+    server = begin_server(tmp_path, model, flags=flags, **variables)
+    try:
+        waits = f"waits for {other.url}"
+        while waits not in server.log.read_text():
+            assert server.process.poll() is None, server.log.read_text()[-3000:]
+            time.sleep(0.1)
+        time.sleep(2)
+        assert "Loading weights took" not in server.log.read_text()
+        healthy.set()
+        await_ready(server)
+        assert "Loading weights took" in server.log.read_text()
+    finally:
+        end_of(server.process)
+        other.close()
 
 
 @pytest.mark.slow
