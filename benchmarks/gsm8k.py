@@ -46,7 +46,7 @@ from atropos_tui.profile.builders.environment import concurrency_variables
 from atropos_tui.profile.profile import load_profile
 from atropos_tui.profile.site import make_site, training_config
 from benchmarks.support.checks import Checks
-from benchmarks.support.children import free_ports, up
+from benchmarks.support.children import free_ports_in_row, up
 from benchmarks.support.curve import draw
 
 POLL_S = 0.5
@@ -75,7 +75,8 @@ class Options:
 
     def settings(self, data: Path) -> list[str]:
         """Return the profile's keys that this benchmark sets, and those of the user behind them."""
-        api, engine = free_ports(2)
+        # `per_gpu = "auto"` may start a second engine, at the next port.
+        engine = free_ports_in_row(3)
         rounds = max(1, round(self.minutes * 60 / EVAL_EVERY_S))
         every = max(1.0, (self.minutes * 60 - LAST_EVAL_S) / rounds)
         own = {
@@ -92,7 +93,7 @@ class Options:
             "trainer.training_steps": 1_000_000,
             # All checkpoints of some hundred steps would fill the disk.
             "trainer.keep_checkpoints": 1,
-            "api.port": api,
+            "api.port": engine + 2,
             "vllm.port": engine,
         }
         return [*(f"{key}={value}" for key, value in own.items()), *self.sets]

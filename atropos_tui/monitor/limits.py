@@ -46,6 +46,8 @@ MORE_ENGINE = {
 # a GPU computes below which the Python of its one engine is the limit.
 PER_GPU_MODES = ("shared_vllm", "none")
 HARDLY_BUSY, BUSY_S = 0.5, 60.0
+# Most engines that the advice names for a GPU: each takes a CPU core and a set of weights.
+MOST_PER_GPU = 4
 # Modes in which trainer and engine use the same GPUs.
 SHARED_MODES = ("shared_vllm",)
 
@@ -301,6 +303,8 @@ def _more_per_gpu(run: Run, names: list[str]) -> list[str]:
     if busy is None or busy >= HARDLY_BUSY:
         return []
     more = 1 + sum(part.gpus == gpus for part in engines)
+    if more > MOST_PER_GPU:
+        return []
     why = f"its GPU computes {busy:.0%} of the time, so one core of its Python is the limit"
     return [f"vllm.per_gpu = {more} ({why})"]
 

@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 
 from atropos_common.net.http import certificates
+from atropos_tui.profile.ports import is_free
 
 MARK = "ANSWER "
 TOKEN = "benchmark-0123456789"
@@ -52,6 +53,14 @@ def free_ports(count: int) -> list[int]:
     for each in sockets:
         each.close()
     return ports
+
+
+def free_ports_in_row(count: int) -> int:
+    """Return the first of `count` free ports of the loopback, one after another."""
+    while True:
+        (first,) = free_ports(1)
+        if first + count <= 65536 and all(is_free(first + more) for more in range(1, count)):
+            return first
 
 
 def environment(folder: Path, gpu: int | None, extra: dict[str, str]) -> dict[str, str]:

@@ -344,14 +344,16 @@ def _port(text: str, given: Given) -> int:
     return int(text)
 
 
-def _free_port(first: int, given: Given) -> str:
+def _free_port(first: int, given: Given, row: int = 1) -> str:
+    """Return the first of `row` free ports, from `first` on."""
     used = (str(given.get("api_port")), given[WANTED])
-    return str(
-        next(
-            (port for port in range(first, 65536) if str(port) not in used and ports.is_free(port)),
-            first,
-        )
-    )
+    free = (str(port) not in used and ports.is_free(port) for port in range(first, 65536))
+    in_row = 0
+    for port, is_free in enumerate(free, first):
+        in_row = in_row + 1 if is_free else 0
+        if in_row == row:
+            return str(port - row + 1)
+    return str(first)
 
 
 def _vllm_gpus(given: Given) -> str:
@@ -412,7 +414,8 @@ QUESTIONS = (
         lambda given: bool(given["vllm_gpus"]) and not TRAITS[given["mode"]].shares_memory,
     ),
     InitQuestion("api_port", "Port of run-api", lambda given: _free_port(8000, given), _port),
-    InitQuestion("vllm_port", "Port of vLLM", lambda given: _free_port(9001, given), _port),
+    # `per_gpu = "auto"` may start a second engine, at the next port.
+    InitQuestion("vllm_port", "Port of vLLM", lambda given: _free_port(9001, given, 2), _port),
 )
 
 

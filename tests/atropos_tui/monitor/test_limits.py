@@ -46,6 +46,7 @@ def test_an_engine_that_leaves_its_gpu_idle_needs_a_second_one_beside_it(
     ("mode", "engines", "advised"),
     [
         ("shared_vllm", {"vllm-0": (0,), "vllm-1": (0,)}, 3),
+        ("shared_vllm", {f"vllm-{number}": (0,) for number in range(4)}, None),  # enough
         ("shared_vllm", {"vllm": (0, 1)}, None),  # tensor-parallel
         ("shared_vllm", {"vllm-0": (0,), "vllm-1": (1,)}, None),  # one gets a broadcast
         ("none", {"vllm-0": (0,), "vllm-1": (1,)}, 2),

@@ -133,6 +133,17 @@ def test_defaults_avoid_taken_ports() -> None:
     assert profile.api.port not in (port, port + 1)
 
 
+def test_the_port_after_the_engine_s_is_free_for_a_second_engine() -> None:
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        second = next(port for port in range(9002, 65536) if is_free(port) and is_free(port - 1))
+        taken.bind(("127.0.0.1", second))
+        taken.listen()
+        assert main.run(["init", "--yes", "--env", "gsm8k"]) == 0
+    port = written("gsm8k.toml").vllm[0].port
+    assert second not in (port, port + 1) and is_free(port) and is_free(port + 1)
+
+
 def test_wrong_flags_are_listed_at_once_and_nothing_is_written(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
