@@ -28,6 +28,7 @@ from atropos_common.net.http import certificates
 from atropos_common.protocol.bridge import TOKEN_HEADER, completion_digest
 from atropos_common.protocol.manifest import Manifest, read_manifest
 from atropos_common.system.run_dir import ENV_HELD_PORT
+from atropos_tui.supervisor.processes.procfs import mapped_by, remove_unused
 from benchmarks.support.nursery import ForkedProcess, forked_server
 from tests.support.nursery import SERVER, START_S, nursery
 from vllm_server.config import ENV_SHM_NAME
@@ -173,10 +174,20 @@ def await_ready(server: Server) -> Server:
 
 
 def end_of(process: subprocess.Popen[bytes] | ForkedProcess) -> None:
-    """Whatever happened, leave no process of this session."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
+    """Kill a server that still runs, with its children, and remove their shared memory."""
+    if process.poll() is not None:
+        return
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):  # it ends at this moment
+        leader = psutil.Process(process.pid)
+        family = [leader, *leader.children(recursive=True)]
+    shared = {path for each in family for path in mapped_by(each.pid)}
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(10)
+    deadline = time.monotonic() + 5
+    while still_running(family) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    remove_unused(shared)  # vLLM's resource tracker, which would do it, is killed as well
 
 
 def still_running(processes: list[psutil.Process]) -> list[psutil.Process]:

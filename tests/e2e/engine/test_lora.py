@@ -275,7 +275,6 @@ def sharing(tmp_path: Path) -> Iterator[Server]:
     )
     yield made
     end_of(made.process)
-    Path(made.manifest().ranks[0].shm_path or "none").unlink(missing_ok=True)
 
 
 def own_bytes() -> int:

@@ -52,11 +52,8 @@ def server(
         ATROPOS_HOLD_GENERATION="1",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
     )
-    files = [Path(shard.shm_path or "none") for shard in running.manifest().ranks.values()]
     yield running
     end_of(running.process)
-    for file in files:
-        file.unlink(missing_ok=True)
 
 
 def test_exact_before_and_after_twenty_steps(
