@@ -17,7 +17,8 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from typing import Any
 
@@ -51,6 +52,29 @@ def answer_of(completion: str) -> str:
     return text[box : box + LONGEST_ANSWER] if box >= 0 else text[-LONGEST_ANSWER:]
 
 
+class _TooLong(BaseException):
+    pass
+
+
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    """End the block after `VERIFY_TIMEOUT_S`; for the main thread."""
+    # In place of math_verify's own limit: its exception is an `Exception`, which its comparison may
+    # catch, and then go on without a limit.
+
+    def end(*_: object) -> None:
+        raise _TooLong
+
+    handler = signal.signal(signal.SIGALRM, end)
+    before = signal.setitimer(signal.ITIMER_REAL, VERIFY_TIMEOUT_S, 1.0)
+    try:
+        with suppress(_TooLong):
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)
+        signal.signal(signal.SIGALRM, handler)
+
+
 # math_verify's configuration: the last box, else any LaTeX. Cached, since it compiles patterns.
 @cache
 def _extraction() -> list[Any]:
@@ -75,14 +99,16 @@ def parse_answer(answer: str) -> list[Any]:
     """Return math_verify's candidates; empty if unreadable."""
     from math_verify import parse
 
-    return list(
-        parse(
-            answer,
-            extraction_config=_extraction(),
-            extraction_mode="first_match",
-            parsing_timeout=VERIFY_TIMEOUT_S,
+    with _time_limit():
+        return list(
+            parse(
+                answer,
+                extraction_config=_extraction(),
+                extraction_mode="first_match",
+                parsing_timeout=None,
+            )
         )
-    )
+    return []
 
 
 # The completions of a group share their gold answer, and often their answers.
@@ -96,7 +122,10 @@ def is_right(answer: str, gold: str) -> bool:
     """Compare two results of `answer_of`."""
     from math_verify import verify
 
-    return bool(verify(_gold(gold), parse_answer(answer), timeout_seconds=VERIFY_TIMEOUT_S))
+    candidates = parse_answer(answer)
+    with _time_limit():
+        return bool(verify(_gold(gold), candidates, timeout_seconds=None))
+    return False
 
 
 class WorkerEnded(Exception):

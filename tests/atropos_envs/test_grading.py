@@ -62,6 +62,23 @@ def test_a_hostile_completion_is_wrong_in_bounded_time(hostile: str) -> None:
     assert time.monotonic() - began < 2 * VERIFY_TIMEOUT_S + 1
 
 
+def test_the_limit_ends_code_that_catches_every_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As math_verify's comparison, which caught its own limit and went on for ever. The timer of
+    the caller, pytest's for one, goes on."""
+    monkeypatch.setattr(grading, "VERIFY_TIMEOUT_S", 0.1)
+    handler = signal.signal(signal.SIGALRM, lambda *_: None)
+    before = signal.setitimer(signal.ITIMER_REAL, 500)
+    began = time.monotonic()
+    with grading._time_limit():
+        while time.monotonic() - began < 5:
+            with contextlib.suppress(Exception):
+                while time.monotonic() - began < 5:
+                    pass
+    assert time.monotonic() - began < 3
+    assert 490 < signal.setitimer(signal.ITIMER_REAL, *before)[0] <= 500
+    signal.signal(signal.SIGALRM, handler)
+
+
 async def test_the_event_loop_goes_on_while_answers_are_compared(graders: Graders) -> None:
     gaps = [0.0]
 
