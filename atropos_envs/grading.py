@@ -32,6 +32,8 @@ BOX = "\\boxed"
 LONGEST_ANSWER = 400
 # Seconds for parsing, and for comparing, one answer. A usual answer takes milliseconds.
 VERIFY_TIMEOUT_S = 3
+# Seconds between the repetitions of a limit's signal.
+AGAIN_S = 1
 # Limit of one question, in seconds; then the worker is killed. Python's signal handlers cannot
 # interrupt a long operation in C.
 KILL_S = 3 * VERIFY_TIMEOUT_S + 1
@@ -59,14 +61,14 @@ class _TooLong(BaseException):
 @contextmanager
 def _time_limit() -> Iterator[None]:
     """End the block after `VERIFY_TIMEOUT_S`; for the main thread."""
-    # In place of math_verify's own limit: its exception is an `Exception`, which its comparison may
-    # catch, and then go on without a limit.
+    # In place of math_verify's own limit, which is one signal. Its exception can be lost: Python
+    # drops one that is raised in a destructor, for example. A comparison then went on without end.
 
     def end(*_: object) -> None:
         raise _TooLong
 
     handler = signal.signal(signal.SIGALRM, end)
-    before = signal.setitimer(signal.ITIMER_REAL, VERIFY_TIMEOUT_S, 1.0)
+    before = signal.setitimer(signal.ITIMER_REAL, VERIFY_TIMEOUT_S, AGAIN_S)
     try:
         with suppress(_TooLong):
             yield

@@ -49,9 +49,9 @@ def register() -> None:
 
     register_held_outputs()
     if other := os.environ.get(ENV_LOADS_AFTER):
-        from vllm_server.turns import register_turns
+        from vllm_server.load_order import register_wait
 
-        register_turns(other)
+        register_wait(other)
     if ENV_SHARED_WEIGHTS in os.environ or ENV_WEIGHT_UPDATES in os.environ:
         from vllm_server.weights.loaders import register_loaders
 

@@ -163,9 +163,10 @@ def teach_forms(
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
         hidden = model.model(ids).last_hidden_state[:, -kept - 1 : -1]
         labels = ids[:, -kept:]
+        taught = labels != 0
         # The logits of all positions would be most of the work.
-        logits = model.lm_head(hidden[labels != 0])
-        loss = torch.nn.functional.cross_entropy(logits, labels[labels != 0])
+        logits = model.lm_head(hidden[taught])
+        loss = torch.nn.functional.cross_entropy(logits, labels[taught])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -347,13 +347,13 @@ def _port(text: str, given: Given) -> int:
 def _free_port(first: int, given: Given, row: int = 1) -> str:
     """Return the first of `row` free ports, from `first` on."""
     used = (str(given.get("api_port")), given[WANTED])
-    free = (str(port) not in used and ports.is_free(port) for port in range(first, 65536))
-    in_row = 0
-    for port, is_free in enumerate(free, first):
-        in_row = in_row + 1 if is_free else 0
-        if in_row == row:
-            return str(port - row + 1)
-    return str(first)
+
+    def is_free(port: int) -> bool:
+        return str(port) not in used and ports.is_free(port)
+
+    starts = range(first, 65537 - row)
+    found = (port for port in starts if all(map(is_free, range(port, port + row))))
+    return str(next(found, first))
 
 
 def _vllm_gpus(given: Given) -> str:

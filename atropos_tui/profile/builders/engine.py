@@ -68,7 +68,10 @@ MOST_SEQUENCES = 1024
 """Default of vLLM's --max-num-seqs on a large GPU."""
 LORA_SLOTS = 2
 """The newest adapter, and the one of completions still in flight."""
+START_TIMEOUT_S = 1800
+"""Loading and compiling a large model takes up to half an hour."""
 ENV_READY_TIMEOUT = "VLLM_ENGINE_READY_TIMEOUT_S"
+"""Limit of vLLM itself for a start; its default is 600 s."""
 ENGINE_STAGES = [
     Stage(
         name="its imports",
@@ -116,6 +119,7 @@ def engine_specs(
     shared = is_mapped(site.profile, section)
     manifest = str(site.run.manifest(section.name))
     before = _on_the_same_gpus_before(site, section)
+    limit_s = section.start_timeout_s or START_TIMEOUT_S
     first = spec_of(
         site,
         section,
@@ -124,7 +128,8 @@ def engine_specs(
         command=commands[0],
         env=_variables(site, section, settings)
         | node_address(site, placements, 0)
-        | ({ENV_LOADS_AFTER: site.engine_url(before)} if before else {}),
+        | ({ENV_LOADS_AFTER: site.engine_url(before)} if before else {})
+        | {ENV_READY_TIMEOUT: f"{math.ceil(limit_s)}"},
         depends_on=dict.fromkeys(after, "completed"),
         probes=_probes(site.engine_url(section), [FileCheck(path=manifest)] if shared else []),
         port=section.port,
@@ -143,11 +148,8 @@ def engine_specs(
         ],
         restart=SERVES_TILL_STOPPED,
         stop=StopPolicy(grace_s=15),
-        start_timeout_s=1800,  # loading and compiling a large model takes up to half an hour
+        start_timeout_s=limit_s,
     )
-    # vLLM's own limit is 600 s.
-    limit = {ENV_READY_TIMEOUT: f"{math.ceil(first.start_timeout_s)}"}
-    first = first.model_copy(update={"env": limit | first.env})
     others = (
         _without_api(site, first, names[rank], commands[rank], placements, rank)
         for rank in range(1, len(names))
@@ -170,7 +172,7 @@ def _stages(before: EngineSection | None) -> list[Stage]:
     if before is None:
         return ENGINE_STAGES
     turn = Stage(
-        name=stages.TURN,
+        name=stages.GPU_TURN,
         usually=f"engines of one GPU load one after another: see `logs {before.name}`",
     )
     return [ENGINE_STAGES[0], turn, *ENGINE_STAGES[1:]]

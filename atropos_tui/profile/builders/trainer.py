@@ -68,7 +68,8 @@ def _any_trainer(site: Site, after: list[str], **derived: Any) -> ComponentSpec:
         depends_on={"api": "healthy"} | dict.fromkeys(after, "completed"),
         place=site.place(trainer_nodes(site.profile)[0]),
         scratch=True,
-        # It finishes the step and writes a checkpoint; one of 8 billion parameters has 100 GB.
+        # It finishes the step and writes a checkpoint; one of 8 billion parameters has
+        # about 110 GB (14 bytes a parameter).
         stop=StopPolicy(grace_s=600),
         ends_run=True,
         **derived,

@@ -156,7 +156,7 @@ def test_engines_on_the_trainers_gpu_get_copies(gpus: list[int]) -> None:
     assert [engine.env.get(ENV_LOADS_AFTER) for engine in engines] == (
         before if gpus else [None] * 3
     )
-    turns = [stage.usually for stage in engines[2].stages if stage.name == stages.TURN]
+    turns = [stage.usually for stage in engines[2].stages if stage.name == stages.GPU_TURN]
     assert turns == (
         ["engines of one GPU load one after another: see `logs vllm-1`"] if gpus else []
     )

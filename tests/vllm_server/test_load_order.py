@@ -10,7 +10,7 @@ import pytest
 from atropos_common.protocol import stages
 from atropos_common.system.run_dir import ENV_COMPONENT, ENV_RUN_DIR
 from tests.support.json_server import JsonServer
-from vllm_server import turns
+from vllm_server import load_order
 
 
 def test_a_worker_waits_until_the_other_engine_is_healthy(
@@ -26,10 +26,10 @@ def test_a_worker_waits_until_the_other_engine_is_healthy(
 
     monkeypatch.setenv(ENV_RUN_DIR, str(tmp_path))
     monkeypatch.setenv(ENV_COMPONENT, "vllm-1")
-    monkeypatch.setattr(turns, "LOOK_S", 0.01)
+    monkeypatch.setattr(load_order, "LOOK_S", 0.01)
     other = JsonServer(answer)
     with caplog.at_level("INFO", "vllm_server"):
-        turns.await_turn(other.url)
+        load_order.wait_for_engine(other.url)
     other.close()
     assert asked == ["/health"] * 3
     assert [line.split(":")[0] for line in caplog.messages] == [
@@ -37,12 +37,12 @@ def test_a_worker_waits_until_the_other_engine_is_healthy(
         "loads its model",
     ]
     (record,) = (tmp_path / "stages.vllm-1.jsonl").read_text().splitlines()
-    assert json.loads(record)["stage"] == stages.TURN
+    assert json.loads(record)["stage"] == stages.GPU_TURN
 
 
 def test_a_worker_whose_turn_it_is_does_not_wait(caplog: pytest.LogCaptureFixture) -> None:
     other = JsonServer(lambda *_: (200, {}))
     with caplog.at_level("INFO", "vllm_server"):
-        turns.await_turn(other.url)
+        load_order.wait_for_engine(other.url)
     other.close()
     assert caplog.messages == []

@@ -9,9 +9,8 @@ Runs in vLLM's worker processes.
 from __future__ import annotations
 
 import logging
+import time
 from functools import cache
-from time import monotonic as clock
-from time import sleep
 from typing import Any
 
 import httpx
@@ -26,29 +25,31 @@ LOOK_S = 0.25
 
 
 @cache
-def register_turns(url: str) -> None:
+def register_wait(url: str) -> None:
     """Let workers of this process wait for the engine at `url` before they use the device."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     init_device = WorkerWrapperBase.init_device
 
     def wait_and_init(self: Any) -> None:
-        await_turn(url)
+        wait_for_engine(url)
         init_device(self)
 
     WorkerWrapperBase.init_device = wait_and_init  # type: ignore[method-assign]
 
 
-def await_turn(url: str) -> None:
+def wait_for_engine(url: str) -> None:
     """Wait until the engine at `url` is healthy, however long it takes."""
-    began = clock()
+    began = time.monotonic()
     with httpx.Client(base_url=url, timeout=2, verify=certificates(url), trust_env=False) as http:
         if not _is_healthy(http):
             logger.info("waits for %s, which loads its model on the same GPU", url)
             while not _is_healthy(http):
-                sleep(LOOK_S)
-            logger.info("loads its model: %s is healthy after %.1f s", url, clock() - began)
-    stages.reach(stages.TURN)
+                time.sleep(LOOK_S)
+            logger.info(
+                "loads its model: %s is healthy after %.1f s", url, time.monotonic() - began
+            )
+    stages.reach(stages.GPU_TURN)
 
 
 def _is_healthy(http: httpx.Client) -> bool:
