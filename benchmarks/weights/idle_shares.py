@@ -44,6 +44,8 @@ from benchmarks.support.shapes import SHAPES, save_model
 WARM = 2
 """Steps that are not measured."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+APART = {"distributed-executor-backend": "mp"}
+"""An engine on a GPU, as the shipped profiles have it: scheduler and worker in a process each."""
 SMALL = {"enforce-eager": True, "kv-cache-memory-bytes": 64 << 20, "block-size": 32}
 """An engine on a CPU."""
 NAMES = {"broadcast": ["vllm"], "two-engines": ["vllm-shared", "vllm-own"]}
@@ -86,7 +88,7 @@ def _engines(options: argparse.Namespace, layout: str, *, cuda: bool) -> list[di
     most = options.ahead * options.sequences or MOST_SEQUENCES
     common = {
         "max_model_len": options.tokens + 64,
-        "args": {"max-num-seqs": most} | ({} if cuda else SMALL),
+        "args": {"max-num-seqs": most} | (APART if cuda else SMALL),
         "env": {"VLLM_USE_FLASHINFER_SAMPLER": "0"} if cuda else ONE_THREAD,
     } | ({} if cuda else {"dtype": "float32"})
     made = [

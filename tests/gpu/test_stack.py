@@ -89,7 +89,11 @@ def test_two_engines_on_one_gpu_serve_every_version(stack: Start) -> None:
     assert min(counts) >= 0.3 * sum(counts) > 0, counts
     healthy = min(each.time for each in run.states("vllm-0") if each.new == "healthy")
     started = min(each.time for each in run.states("vllm-1") if each.new == "starting")
-    assert started >= healthy, "vLLM measures the card's free memory while it starts"
+    assert started < healthy, "the second imports vLLM while the first starts"
+    (second,) = (run.run.logs / "vllm-1").glob("*.log")
+    lines = second.read_text()
+    assert 0 < lines.index("waits for http") < lines.index("loads its model"), lines[-3000:]
+    assert lines.index("loads its model") < lines.index("Loading weights took"), lines[-3000:]
     copies = [record.phases["copy"] for record in run.telemetry("sync")]
     print(f"\nrequests {counts}, copy of a publish {mean(copies) * 1e3:.1f} ms")
     assert len(copies) >= steps
