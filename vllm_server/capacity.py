@@ -213,7 +213,7 @@ class Step:
     tokens: int
     """New ones at the server, which gets those of several steps together (`held_outputs.py`)."""
     running: int | None
-    """Unfinished sequences after it; None: unknown."""
+    """Unfinished sequences after it; None: tokens alone, and no step."""
     waiting: int | None
     kv_use: float | None
 
@@ -236,23 +236,21 @@ class EngineCapacity:
     def step(self, step: Step) -> None:
         now, before = self._clock(), self._ended.get(step.engine)
         self.generated += step.tokens
-        if step.running is not None:
-            self._last[step.engine] = step
+        self._made += step.tokens
+        if step.running is None:
+            return  # held tokens that are released at a pause: no step of the engine
+        last, self._last[step.engine] = self._last.get(step.engine), step
         if step.running and step.kv_use:
             self._curve.hold(step.running, step.kv_use)
+        # In a step after which nothing runs, the sequences that ran before it have ended.
+        ran = step.running or (last.running if last else 0) or 0
+        self._ran += ran
         # The start of the first step after a time without work is unknown.
-        if before is not None:
-            self._curve.add(self._computed(step), now - before, step.kv_use or 0.0)
+        if before is not None and self._ran:
+            # About one token of each running sequence, more with speculation.
+            tokens = round(ran * max(1.0, self._made / self._ran))
+            self._curve.add(tokens, now - before, step.kv_use or 0.0)
         self._ended[step.engine] = None if step.running == 0 and not step.waiting else now
-
-    def _computed(self, step: Step) -> int:
-        """Return the tokens of a step: about one of each running sequence, more with
-        speculation."""
-        if not step.running:
-            return step.tokens
-        self._made += step.tokens
-        self._ran += step.running
-        return round(step.running * max(1.0, self._made / self._ran))
 
     def ceiling(self) -> float | None:
         """Tokens a second of all engines; None: unknown yet."""

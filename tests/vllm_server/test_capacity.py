@@ -200,6 +200,34 @@ def test_tokens_that_come_in_lumps_are_as_many_a_step(tokens_a_step: int) -> Non
     assert point.sequences == pytest.approx(16 * tokens_a_step, rel=0.1)
 
 
+def test_tokens_that_a_pause_releases_are_no_step() -> None:
+    """Every weight update pauses the engine, which then hands over what it held back."""
+    clock = Clock()
+    capacity = EngineCapacity(512, clock)
+    for running in (8, 16, 32, 64, 128, 256, 300):
+        for step in range(3600):
+            clock.now += FIXED_S + EACH_S * running
+            use = running / 2000
+            capacity.step(Step(0, 0, running=running, waiting=0, kv_use=use))
+            if step % 12 == 11:
+                clock.now += 0.01
+                capacity.step(Step(0, 12 * running, running=None, waiting=None, kv_use=None))
+    assert capacity.ceiling() == pytest.approx(512 / (FIXED_S + EACH_S * 512), rel=0.05)
+    assert capacity.load().running == 300
+
+
+def test_the_last_sequences_may_end_with_tokens_of_many_steps() -> None:
+    clock = Clock()
+    capacity = EngineCapacity(64, clock)
+    for _ in range(400):
+        for left in (8, 8, 8, 0):
+            clock.now += 0.01
+            tokens = 0 if left else 8 * 4
+            capacity.step(Step(0, tokens, running=left, waiting=1, kv_use=0.1))
+    assert capacity.ceiling() in (None, pytest.approx(800, rel=0.05))
+    assert max(capacity._curve._bins) == 6, "never more than eight sequences"
+
+
 def test_the_time_without_work_is_no_step() -> None:
     clock = Clock()
     capacity = EngineCapacity(8, clock)
