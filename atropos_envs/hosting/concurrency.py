@@ -3,6 +3,7 @@
 Below the knee an engine could generate more tokens a second. Above it, completions take longer and
 train later. The engine measures its own curve (`EngineLoad.knee`). `Concurrency` raises its target
 until the knee is known, then follows the knee. A queue at the engine or a full cache ends the rise.
+Engines on the trainer's device generate less while a batch always waits for the trainer.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -52,9 +53,18 @@ QUEUED = 0.1
 # Weight of a new sample in the mean number of sequences of a group.
 SMOOTHING = 0.2
 
-Phase = Literal["fixed", "rising", "knee", "engine full", "cache full", "queue slots"]
+# Batches that always wait for the trainer: above the first number the engines beside it generate
+# less, below the second one more again.
+EXCESS, SCARCE = 1.0, 0.25
+# Factors of a change, its interval (s), in which completions in flight end, and the smallest part.
+SHRINK, GROW, YIELD_S, LEAST_PART = 0.8, 1.25, 10.0, 0.125
+# The first steps compile, and say nothing about the trainer's speed.
+FIRST_STEPS = 2
+
+Phase = Literal["fixed", "rising", "knee", "engine full", "cache full", "queue slots", "trainer"]
 """Bound on the completions in flight. fixed: the profile's number. rising: not at the knee yet.
-engine full: its slots are used. cache full: its KV cache is. queue slots: the lag bound."""
+engine full: its slots are used. cache full: its KV cache is. queue slots: the lag bound. trainer:
+it is slower than the engines, and those on its device make room for it."""
 
 
 @dataclass
@@ -139,6 +149,32 @@ class Concurrency:
         self.target, self._moved_at = target, now
 
 
+class Room:
+    """Part of their targets that the engines on the trainer's device keep."""
+
+    def __init__(self) -> None:
+        self.part = 1.0
+        self._lowest = math.inf
+        self._since: float | None = None
+
+    def look(self, queued: float, now: float) -> None:
+        """Change the part once in `YIELD_S`.
+
+        Args:
+            queued: batches that wait for the trainer.
+        """
+        self._lowest = min(self._lowest, queued)
+        if self._since is None:
+            self._since = now
+        if now - self._since < YIELD_S:
+            return
+        if self._lowest >= EXCESS:
+            self.part = max(LEAST_PART, SHRINK * self.part)
+        elif self._lowest < SCARCE:
+            self.part = min(1.0, GROW * self.part)
+        self._lowest, self._since = math.inf, now
+
+
 # The bound of the whole is the first of these at any engine.
 _FIRST_BOUND: tuple[Phase, ...] = (
     "cache full",
@@ -155,17 +191,31 @@ class Targets:
 
     # Engines differ: one that shares its GPU with the trainer has a smaller KV cache, and its
     # completions take longer.
-    def __init__(self, whole: Concurrency, roots: Sequence[str]) -> None:
-        """Begin with an equal part of `whole` at each engine."""
+    def __init__(
+        self, whole: Concurrency, roots: Sequence[str], beside: Collection[str] = ()
+    ) -> None:
+        """Begin with an equal part of `whole` at each engine; `beside` are on the trainer's
+        device."""
         first = max(1, round(whole.first / max(1, len(roots))))
         self.ahead, self.share = whole.ahead, whole.share
         self.each = {root: replace(whole, first=first) for root in roots}
         self._present = set(roots)
+        self._beside, self._room = set(beside), Room()
 
     @property
     def target(self) -> float:
         """Sum over the engines that answer."""
-        return sum(self.each[root].target for root in self._present)
+        return sum(self.targets[root] for root in self._present)
+
+    @property
+    def targets(self) -> dict[str, float]:
+        return {
+            root: one.target * (self._room.part if self._yields(root) else 1.0)
+            for root, one in self.each.items()
+        }
+
+    def _yields(self, root: str) -> bool:
+        return root in self._beside and not self.each[root].fixed
 
     @property
     def knee(self) -> float | None:
@@ -175,6 +225,8 @@ class Targets:
 
     @property
     def phase(self) -> Phase:
+        if self._room.part < 1.0:
+            return "trainer"
         phases = {one.phase for one in self._of_present()}
         return next((phase for phase in _FIRST_BOUND if phase in phases), "rising")
 
@@ -190,6 +242,16 @@ class Targets:
         self._present = set(loads)
         for root, load in loads.items():
             self.each[root].look(load, own[root], now)
+
+    def look_at_queue(self, queued: float, step: int, now: float) -> None:
+        """Let the engines on the trainer's device make room for it, or generate more again.
+
+        Args:
+            queued: batches that wait for the trainer.
+            step: batches that it has begun.
+        """
+        if step > FIRST_STEPS and any(map(self._yields, self.each)):
+            self._room.look(queued, now)
 
     def without_load(self, batch: int) -> None:
         """Keep two batches in flight: the engines report no load."""

@@ -30,7 +30,12 @@ from atropos_common.protocol.records import (
 )
 from atropos_common.protocol.stages import REGISTERED, SET_UP, reach
 from atropos_common.system.installation import install_stack
-from atropos_common.system.run_dir import ENV_ENGINE_URLS, ENV_REFILL, ENV_RUN_KEY
+from atropos_common.system.run_dir import (
+    ENV_BESIDE_TRAINER,
+    ENV_ENGINE_URLS,
+    ENV_REFILL,
+    ENV_RUN_KEY,
+)
 from atropos_envs import Dismissed, EnvFault
 from atropos_envs.hosting.concurrency import (
     LOOK_S,
@@ -174,8 +179,8 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         self.num_steps: int | None = None
         self.status_dict: dict[str, Any] = {}
         self._adding_workers = asyncio.Lock()
-        self._sending = 0
-        """Groups on their way to run-api."""
+        # Groups in run-api's queue, and on their way to it.
+        self._queued = self._sending = 0
         self._failed_in_row = 0
         """Failed groups since the last success."""
         self._awaited: bool | None = None
@@ -468,10 +473,12 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             self._group_meter.add(sum(own.values()), self.queue_slots.making)
             self.concurrency.look(loads, own, time.monotonic())
             for client in clients:
-                client.weigh({root: one.target for root, one in self.concurrency.each.items()})
+                client.weigh(self.concurrency.targets)
         elif self._loads.has_no_route:
             self.concurrency.without_load(self.config.batch_size)
         batch = self.derived_batch_size // self.config.group_size
+        waiting = self._queued / max(1, batch)
+        self.concurrency.look_at_queue(waiting, self.queue_slots.step, time.monotonic())
         groups = self._group_meter.groups(self.concurrency.target)
         ahead = batches_ahead(groups, batch, self.concurrency.ahead)
         self.config.max_batches_offpolicy = ahead
@@ -509,6 +516,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         sent_before = self.tally.sent
         await super().get_status()
         status, all_slots = self.status_dict, self._all_slots()
+        self._queued = status["queue_size"]
         own, ahead = None, self.config.max_batches_offpolicy
         if self.config.min_batch_allocation is None and ahead > 0:
             # Each of several environments has slots by its share. BaseEnv would cancel its rollouts
@@ -637,7 +645,9 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         await super().get_server_info()
         if self.queue_slots is not None:
             whole = from_environment(os.environ, max(1, self.config.batch_size))
-            self.concurrency = None if whole is None else Targets(whole, self._loads.roots)
+            beside = os.environ.get(ENV_BESIDE_TRAINER, "").split()
+            if whole is not None:
+                self.concurrency = Targets(whole, self._loads.roots, beside)
         reach(REGISTERED)
         log.info("registered as environment %d at step %d", self.env_id, self.curr_step)
 

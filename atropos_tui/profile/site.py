@@ -299,6 +299,15 @@ def is_mapped(profile: Profile, engine: EngineSection) -> bool:
     return is_shared(profile, engine) or engine.name in {each.name for each in copied(profile)}
 
 
+def is_beside_trainer(profile: Profile, engine: EngineSection) -> bool:
+    """Return True if this engine and the trainer compute on the same device."""
+    if is_mapped(profile, engine):
+        return True
+    same_machine = not profile.is_spread
+    own = trainer_gpus(profile)
+    return same_machine and (bool(set(engine.gpus) & set(own)) or not (engine.gpus or own))
+
+
 def receivers(profile: Profile) -> list[EngineSection]:
     """Engines that get the weights by broadcast; in single copy all fed ones that the trainer does
     not map."""

@@ -13,6 +13,7 @@ from atropos_common.protocol import stages
 from atropos_common.protocol.control import Role
 from atropos_common.system.run_dir import (
     ENV_AHEAD,
+    ENV_BESIDE_TRAINER,
     ENV_CONCURRENCY,
     ENV_CURRICULUM,
     ENV_ENGINE_SHARE,
@@ -40,6 +41,7 @@ from atropos_tui.profile.site import (
     engine_model,
     env_engines,
     env_node,
+    is_beside_trainer,
     traits_of,
 )
 from atropos_tui.profile.source import is_hostable
@@ -179,10 +181,12 @@ def concurrency_variables(site: Site, env: EnvSection, settings: TrainingConfig)
         return {}
     engines, users = env_engines(profile, env), _engine_users(profile)
     share = sum(1.0 / users[engine.name] for engine in engines) / len(engines)
+    beside = (site.engine_url(each) for each in engines if is_beside_trainer(profile, each))
     return {
         ENV_CONCURRENCY: str(env.concurrency),
         ENV_AHEAD: str(ahead),
         ENV_ENGINE_SHARE: f"{share:g}",
+        ENV_BESIDE_TRAINER: " ".join(beside),
     }
 
 

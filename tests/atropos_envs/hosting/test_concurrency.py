@@ -174,6 +174,67 @@ def test_each_of_two_engines_gets_what_it_can_take() -> None:
     assert targets.phase == "knee"
 
 
+@dataclass
+class Pair:
+    """An engine beside the trainer, which slow each other, and one on a GPU of its own."""
+
+    train_s: float
+    """Seconds of a step of 64 sequences, with the trainer alone on its GPU."""
+    room: bool
+    queue: float = 0.0
+    steps: float = 0.0
+    waited: float = 0.0
+
+    def run(self, seconds: int) -> Targets:
+        roots = ("beside", "own")
+        targets = Targets(Concurrency(256, ahead=8), roots, roots[:1] if self.room else ())
+        for now in range(seconds):
+            # A group in the queue takes the place of one in flight.
+            free = max(0.0, 512 - 64 * self.queue)
+            whole = sum(targets.targets.values())
+            own = {root: min(1.0, free / whole) * n for root, n in targets.targets.items()}
+            rates = {root: n / (FIXED_S + EACH_S * n) / 2.0 for root, n in own.items()}
+            busy = 1.0 if self.queue > 0 else 0.5
+            rates["beside"] *= 1.0 - 0.5 * busy
+            self.queue += sum(rates.values()) / (512 * 64)
+            slower = 1.0 + own["beside"] / 256
+            done = min(self.queue, 1.0 / (self.train_s * slower))
+            self.waited += 1.0 - done * self.train_s * slower
+            self.queue, self.steps = self.queue - done, self.steps + done
+            loads = {
+                root: EngineLoad(
+                    running=int(n), waiting=0, kv_use=0.1, generated_tokens=0, slots=512, knee=400
+                )
+                for root, n in own.items()
+            }
+            targets.look(loads, own, float(now))
+            targets.look_at_queue(self.queue, int(self.steps), float(now))
+        return targets
+
+
+def test_an_engine_beside_a_busy_trainer_makes_room_for_it() -> None:
+    plain, room = Pair(1.2, room=False), Pair(1.2, room=True)
+    plain.run(600)
+    targets = room.run(600)
+    assert room.steps > 1.08 * plain.steps
+    assert room.queue < 0.5 * plain.queue, "what waits trains late"
+    assert room.waited < 0.05 * 600
+    assert targets.phase == "trainer" and targets.targets["own"] == targets.each["own"].target
+
+
+def test_an_engine_beside_a_waiting_trainer_generates_all_it_can() -> None:
+    targets = (pair := Pair(0.2, room=True)).run(300)
+    assert pair.waited > 0.3 * 300
+    assert targets.targets == {root: one.target for root, one in targets.each.items()}
+
+
+def test_a_number_of_the_profile_makes_no_room() -> None:
+    targets = Targets(Concurrency(64, ahead=8, fixed=True), ["a"], ["a"])
+    for now in range(100):
+        targets.look_at_queue(8.0, 10, float(now))
+    assert targets.target == 64
+
+
 def test_what_the_plan_says_becomes_the_target() -> None:
     assert from_environment({}, 128) is None
     auto = from_environment({ENV_CONCURRENCY: "auto", ENV_AHEAD: "4", ENV_ENGINE_SHARE: "0.5"}, 128)

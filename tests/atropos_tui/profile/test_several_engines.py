@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from atropos_common.protocol import stages
-from atropos_common.system.run_dir import ENV_ENGINE_URLS, ENV_LOADS_AFTER
+from atropos_common.system.run_dir import ENV_BESIDE_TRAINER, ENV_ENGINE_URLS, ENV_LOADS_AFTER
 from atropos_tui.cli.main import run
 from atropos_tui.errors import Problem
 from atropos_tui.profile.budget import memory
@@ -131,6 +131,8 @@ def test_single_copy_with_an_engine_beside_it(gpus: list[int]) -> None:
     assert str(settings.vllm_config_path).startswith(f"{RUN_DIR}/bridge/vllm-0/")
     urls = planned["env"].env[ENV_ENGINE_URLS].split()
     assert urls == [f"{url}/v1" for url in settings.engine_urls]
+    beside = planned["env"].env[ENV_BESIDE_TRAINER].split()
+    assert beside == settings.engine_urls[: 1 if gpus else 2], "all share the cores"
 
 
 @pytest.mark.parametrize("gpus", [[], [1]])
@@ -164,7 +166,10 @@ def test_engines_on_the_trainers_gpu_get_copies(gpus: list[int]) -> None:
     assert settings.vllm_urls is None and not settings.sends_weights
     manifests = [str(settings.vllm_config_path), *(settings.copy_config_paths or [])]
     assert [Path(each).parent.name for each in manifests] == names
-    assert len(planned["env"].env[ENV_ENGINE_URLS].split()) == 3
+    urls = planned["env"].env[ENV_ENGINE_URLS].split()
+    assert len(urls) == 3
+    beside = planned["env"].env[ENV_BESIDE_TRAINER].split()
+    assert [f"{url}/v1" for url in beside] == urls, "all compute where the trainer does"
 
 
 @pytest.mark.parametrize(
