@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,7 @@ class Copies:
         self._source: Tensors = {}
         self._copies: list[_Copy] = []
         self._supervisor = supervised(config, stop)
+        self._threads = ThreadPoolExecutor(max(1, len(self.paths)), "pause")
 
     @property
     def engines(self) -> list[ServerClient]:
@@ -66,17 +68,27 @@ class Copies:
         for path in self.paths:
             copy = self._map(path)
             self._copies.append(copy)
-            self._write(copy, version, in_flight="keep")
+            self._pause(copy, "keep")
+            self._write(copy, version)
             print(f"✓ {copy.engine.base_url} has a copy of the weights, version {version}")
 
-    def publish(self, version: int) -> None:
-        """Write the present weights into each server.
+    def pause(self) -> list[Future[None]]:
+        """Begin to pause the servers, and do not wait: the first server is paused meanwhile."""
+        how = self.config.in_flight
+        return [self._threads.submit(self._pause, copy, how) for copy in self._copies]
+
+    def publish(self, version: int, pauses: list[Future[None]]) -> None:
+        """Write the present weights into each server once its pause has begun.
 
         Raises:
             EngineGone: one has ended, or does not answer.
         """
-        for copy in self._copies:
-            self._write(copy, version, in_flight=self.config.in_flight)
+        for copy, paused in zip(self._copies, pauses, strict=True):
+            paused.result()
+            self._write(copy, version)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False)
 
     def check(self) -> None:
         """Raise `EngineGone` if a server has ended."""
@@ -109,10 +121,12 @@ class Copies:
             raise ManifestError(f"{path} is of another model than the first server's: {odd}")
         return _Copy(engine, live_server(manifest, path), tensors)
 
-    @torch.no_grad()
-    def _write(self, copy: _Copy, version: int, *, in_flight: InFlight) -> None:
+    def _pause(self, copy: _Copy, in_flight: InFlight) -> None:
         wait_s = self.config.in_flight_timeout
         copy.engine.pause(dirty=True, lease_s=LEASE_S, in_flight=in_flight, wait_s=wait_s)
+
+    @torch.no_grad()
+    def _write(self, copy: _Copy, version: int) -> None:
         # Writing into a dead process's memory would make every later use of the GPU fail.
         if has_ended(copy.process):
             raise EngineGone(f"{_name(copy)} has ended")

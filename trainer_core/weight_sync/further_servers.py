@@ -56,10 +56,11 @@ class SingleCopyAndOthers(SingleCopy):
     def _publish(self, version: int, write: Callable[[], None], clock: Phases) -> bool:
         # With `overlap_publish` the version before is still read from these weights.
         self.settle()
+        pauses = self._copies.pause()
         moved = super()._publish(version, write, clock)
         if self._copies.paths:
             with clock("copy"):
-                self._copies.publish(version)
+                self._copies.publish(version, pauses)
         if self._sent is not None:
             with clock("broadcast"):
                 self._sent.publish(version, lambda: None)
@@ -86,6 +87,7 @@ class SingleCopyAndOthers(SingleCopy):
         return super().let_go(copies)
 
     def close(self) -> None:
+        self._copies.close()
         if self._sent is not None:
             self._sent.close()
         super().close()

@@ -17,6 +17,7 @@ from atropos_common.protocol.manifest import ManifestError, write_manifest
 from tests.trainer_core.stand_ins import Engine, plain_model, run_config
 from trainer_core.errors import EngineGone, UsageError
 from trainer_core.ranks.world import World
+from trainer_core.server.client import ServerClient
 from trainer_core.weight_sync.base import Start, WeightSync, make_sync
 from trainer_core.weight_sync.further_servers import SingleCopyAndOthers
 
@@ -65,6 +66,24 @@ def test_each_version_is_copied_while_the_server_is_paused(
     assert report.moved and report.phases["copy"] > 0
     assert_equal(engine, beside)
     assert (engine.version, beside.version) == (4, 4) and not beside.paused
+    sync.close()
+
+
+def test_all_servers_are_paused_at_once(
+    engine: Engine, beside: Engine, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pause waits for the engine's step under way."""
+    sync = sync_of(engine, beside, base, tmp_path)
+    sync.attach(Start())
+    meeting, pause = threading.Barrier(2, timeout=20), ServerClient.pause
+
+    def both(self: ServerClient, **how: Any) -> Any:
+        meeting.wait()
+        return pause(self, **how)
+
+    monkeypatch.setattr(ServerClient, "pause", both)
+    sync.publish(1, lambda: None)
+    assert (engine.version, beside.version) == (1, 1) and not beside.paused
     sync.close()
 
 
