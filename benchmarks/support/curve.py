@@ -42,7 +42,7 @@ def draw(results: list[dict[str, Any]]) -> tuple[str, str]:
     for each in results:
         if not each["held_out"]:
             raise ValueError(f"{each['label']}: no evaluation to draw")
-    curves = [[(p["minutes"], 100 * p["accuracy"]) for p in each["held_out"]] for each in results]
+    curves = [points_of(each) for each in results]
     points = [point for curve in curves for point in curve]
     x_step = nice(max(x for x, _ in points) / 6)
     x_most = x_step * math.ceil(max(x for x, _ in points) / x_step)
@@ -150,6 +150,11 @@ def standard_error(measured: dict[str, Any]) -> float:
 def heading(results: list[dict[str, Any]]) -> str:
     asked = results[0]["held_out"][-1]["asked"]
     return f"GSM8K: accuracy on {asked} held-out problems over minutes of training"
+
+
+def points_of(result: dict[str, Any]) -> list[tuple[float, float]]:
+    """Return minutes and per cent; the base model is evaluated before minute 0."""
+    return [(max(0.0, each["minutes"]), 100 * each["accuracy"]) for each in result["held_out"]]
 
 
 def subtitle(results: list[dict[str, Any]]) -> str:

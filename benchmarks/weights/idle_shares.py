@@ -183,6 +183,7 @@ def shares(root: Path) -> dict[str, Any]:
     idle = [
         (r.engine_idle_fraction, r.step_s) for r in timings if r.engine_idle_fraction is not None
     ]
+    used = [r.engine_capacity_used for r in timings if r.engine_capacity_used is not None]
     return {
         "steps": len(timings),
         "step_s": mean(r.step_s for r in timings),
@@ -192,6 +193,7 @@ def shares(root: Path) -> dict[str, Any]:
         "engine_idle_fraction": sum(share * s for share, s in idle) / sum(s for _, s in idle)
         if idle
         else None,
+        "engine_capacity_used": mean(used) if used else None,
         "alignment": dict(Counter(r.verdict for r in checks)),
         "probe_max": max(probes, default=None),
         "policy_lag_max": max(lags, default=None),
