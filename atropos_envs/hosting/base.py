@@ -87,6 +87,8 @@ class StackEnv(Hosted):
         super().__init__(config, server_configs, slurm=slurm, testing=testing)
         self._may_roll = asyncio.Event()
         self._evaluating = asyncio.Lock()
+        self._evaluated: dict[str, tuple[int, int, list[Any]]] = {}
+        """Step, weight version and questions of each split's newest evaluation in a run."""
         run = RunDir.from_env()
         # Outside of a run nothing is saved: every start begins with the first item.
         self._position_file = run.bridge / f"env.{self.component}.items" if run else None
@@ -219,6 +221,8 @@ class StackEnv(Hosted):
                 if not questions:
                     continue
                 try:
+                    if await self._is_known(split, questions, step, wait):
+                        continue
                     graded = await self._grade_all(questions, wait)
                 except (EngineUnavailable, EngineRefused) as error:
                     if not self._serving:
@@ -227,6 +231,7 @@ class StackEnv(Hosted):
                     log.warning("no evaluation of %s: %s", split, error)
                     return
                 done = self.eval_log.append(split, graded, step)
+                self._remember(split, questions, graded, step)
                 if wandb.run is not None:
                     name = f"{self.wandb_prepend}_eval/{split}"
                     wandb.log({name: done.accuracy}, step=self.curr_step)
@@ -234,6 +239,33 @@ class StackEnv(Hosted):
                 version = done.weight_version
                 at = "" if version is None else f" at weight version {version}"
                 log.info("%s: %s%s", split, right, at)
+
+    def _remember(
+        self, split: str, questions: Sequence[Any], graded: Sequence[Graded], step: int | None
+    ) -> None:
+        self._evaluated.pop(split, None)
+        versions = {each.weight_version for each in graded}
+        version = versions.pop()
+        # Answers of two versions are no evaluation of the newer one.
+        if step is not None and version is not None and not versions:
+            self._evaluated[split] = (step, version, list(questions))
+
+    async def _is_known(
+        self, split: str, questions: Sequence[Any], step: int | None, wait: bool
+    ) -> bool:
+        """True if the engine's present weights have answered these questions already.
+
+        The last evaluation would otherwise repeat the one that follows the last step.
+        """
+        known = self._evaluated.get(split)
+        if known is None or known[0] != step or known[2] != list(questions):
+            return False
+        # Within a step the version changes once; one answer tells which the engine has.
+        first = await self.grade(questions[0], wait=wait)
+        if first.weight_version != known[1]:
+            return False
+        log.info("%s: evaluated at weight version %d before", split, known[1])
+        return True
 
     async def _grade_all(self, questions: Sequence[Any], wait: bool) -> list[Graded]:
         # The engine serves rollouts at the same time; a whole test split at once would fill its

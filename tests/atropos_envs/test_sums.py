@@ -4,6 +4,7 @@ attempt."""
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,31 @@ async def test_rollouts_are_scored_and_the_held_out_sums_are_counted(folder: Pat
     (line,) = (folder / "evals/eval.sums.jsonl").read_text().splitlines()
     below = sum(each.left < 55 for each in split(0)[1])
     assert f'"split":"held_out","accuracy":{below / HELD_OUT}' in line and 0 < below < HELD_OUT
+
+
+async def test_the_weights_of_the_last_evaluation_are_not_evaluated_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, step = Engine(lambda *_: encode("no")), 300
+
+    async def current_step() -> int:
+        return step
+
+    async with engine.running() as url:
+        env = make_env(SumsEnv, folder, url)
+        await env.setup()
+        env._serving = True
+        monkeypatch.setattr(env._registration, "current_step", current_step)
+        asked = []
+        for version, step in ((299, 300), (300, 300), (300, 300), (300, 301)):  # noqa: B007
+            engine.version = version
+            before = len(engine.bodies)
+            await env.evaluate(wait=False)
+            asked.append(len(engine.bodies) - before)
+        await env._close_servers()
+    assert asked == [HELD_OUT, 1 + HELD_OUT, 1, HELD_OUT], "one question tells the engine's version"
+    records = (folder / "evals/eval.sums.jsonl").read_text().splitlines()
+    assert [json.loads(record)["weight_version"] for record in records] == [299, 300, 300]
 
 
 async def test_the_next_attempt_goes_on_in_the_data(
