@@ -22,6 +22,7 @@ import typing
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from atropos_common.protocol.manifest import ManifestError
+from atropos_common.system.leaving import leave
 from atropos_common.system.run_dir import RunDir
 from trainer_core.config import TrainingConfig, flag, validate
 from trainer_core.errors import RankGone, Stopped, TrainerError, UsageError, suggestion
@@ -206,4 +207,4 @@ def _rank() -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.exit(main()) if rank_count() == 1 else _rank()
+    leave(main()) if rank_count() == 1 else _rank()

@@ -19,6 +19,7 @@ from pathlib import Path
 from atropos_common.models import engine_release
 from atropos_common.net import ports
 from atropos_common.system.installation import install_stack
+from atropos_common.system.leaving import leave
 from atropos_common.system.run_dir import ENV_WEIGHT_UPDATES
 from vllm_server import compat
 from vllm_server.config import (
@@ -218,4 +219,4 @@ def _check_vllm() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
