@@ -211,6 +211,7 @@ async def start_engine(args: Namespace, why_not: str | None, sock: Any) -> Async
     """
     async with contextlib.AsyncExitStack() as stack:
         with compat.starting("vLLM's engine"):
+            compat.inspect_models_here()
             if why_not:
                 logger.info("the engine process starts afresh, and imports vLLM again: %s", why_not)
                 client = compat.build_async_engine_client(args)

@@ -210,6 +210,18 @@ async def serve_http(app: Any, sock: Any, args: Namespace, *, limited: bool) -> 
     )
 
 
+def inspect_models_here() -> None:
+    """Let vLLM import a model's class in this process when it reads what the model can do.
+
+    vLLM starts a process for it, which imports vLLM again: 12 s on an H100, at the first start of
+    each architecture. It does so to keep CUDA out of this process, where a fork would not survive
+    it. Here no fork follows, or no CUDA exists.
+    """
+    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
+    if hasattr(registry, "_run_in_subprocess"):
+        registry._run_in_subprocess = lambda call: call()
+
+
 def forked_engine_client(
     args: Namespace, why_not: Callable[[], str | None]
 ) -> contextlib.AbstractAsyncContextManager[Any]:

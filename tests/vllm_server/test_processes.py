@@ -17,7 +17,7 @@ import pytest
 from cloudpickle import dumps as pickled
 
 from atropos_common.models import engine_release
-from vllm_server import plugin
+from vllm_server import compat, plugin
 from vllm_server.config import ENV_INSTANCE_ID
 
 QWEN3 = "vllm.model_executor.models.qwen3"
@@ -180,3 +180,17 @@ def test_the_inspection_of_a_model_imports_no_torchcodec(tmp_path: Path) -> None
     done = subprocess.run(command, input=work, env=environment, capture_output=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     assert pickle.loads((tmp_path / "answer").read_bytes()) == QWEN3
+
+
+def test_a_model_is_inspected_without_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.models import registry
+
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # a first start: nothing is known yet
+    monkeypatch.setattr(registry, "_run_in_subprocess", registry._run_in_subprocess)
+    monkeypatch.setattr(registry.subprocess, "run", lambda *_, **__: pytest.fail("a process"))
+    compat.inspect_models_here()
+    found = registry.ModelRegistry.models["LlamaForCausalLM"].inspect_model_cls()
+    assert found.architecture == "LlamaForCausalLM" and found.is_text_generation_model
+    assert list((tmp_path / "modelinfos").iterdir()), "the next start reads it from here"
