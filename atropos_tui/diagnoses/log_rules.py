@@ -531,13 +531,13 @@ LOG_RULES: tuple[LogRule, ...] = (
         "alignment_mismatch",
         "trainer and engine disagree about the same tokens: alignment MISMATCH",
         ALIGNMENT_FIX,
-        # Patience, because the alignment record of the same step has numbers and comes first. The
-        # line is used only without such a record.
+        # Patience, because the first record comes only at the end of the first step.
         (LogPattern("MISMATCH", r"LogProb Alignment: \[?MISMATCH|\[MISMATCH!\]", patience_s=5),),
         roles=(Role.TRAINER,),
         at_exit=False,
         severity="alarm",
         event="mismatch",
+        recorded=True,
     ),
     # The rules from here on are general, so they come last.
     LogRule(

@@ -168,6 +168,11 @@ class LogScanner:
         self._open.clear()
         return results + self._settled(float("inf"))  # no more output: do not wait for `settle_s`
 
+    def replaced(self, rule: str, why: str) -> list[Diagnosis]:
+        """End the open diagnosis of `rule`, if there is one."""
+        finding = self._findings.get(rule)
+        return [] if finding is None else finding.closed(why)
+
     def _look(self, text: bytes, now: float) -> list[Diagnosis]:
         results: list[Diagnosis] = []
         if self._recent is not None:

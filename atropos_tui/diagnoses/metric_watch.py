@@ -100,6 +100,14 @@ class MetricWatch:
             track.finding = Finding()
         return results
 
+    def judges(self, rule: str, attempt: int) -> bool:
+        """True if the rule has seen a trainer's record of the attempt."""
+        return any(
+            track.rule.name == rule and getattr(track.records[-1], "attempt", None) == attempt
+            for track in self._tracks.values()
+            if track.records
+        )
+
     def is_open(self, rule: str) -> bool:
         return any(
             track.rule.name == rule and track.finding.open for track in self._tracks.values()

@@ -210,6 +210,9 @@ class LogRule(Rule):
     ends: Ends = field(default=Ends.WORK, kw_only=True)
     quiet_s: float | None = field(default=None, kw_only=True)
     """Replaces `WORK_S` for lines that repeat less often."""
+    recorded: bool = field(default=False, kw_only=True)
+    """The line stands in for a record: without effect where a metric rule of this name judges the
+    records of the attempt."""
 
     def concerns(self, role: Role) -> bool:
         return not self.roles or role in self.roles

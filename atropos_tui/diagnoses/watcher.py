@@ -22,6 +22,7 @@ from atropos_common.protocol.trainer_records import StepRecord, TimingRecord
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.diagnoses.flow import FlowWatch
 from atropos_tui.diagnoses.flow_rules import FLOW_RULES, FlowRule, explain
+from atropos_tui.diagnoses.log_rules import LOG_RULES
 from atropos_tui.diagnoses.log_scanner import NORMAL, LogScanner, Printed, Work
 from atropos_tui.diagnoses.metric_rules import METRIC_RULES, alert_rules
 from atropos_tui.diagnoses.metric_watch import MetricWatch
@@ -151,6 +152,8 @@ class Watcher:
                 scanner = printed.scanner
                 in_log = scanner.scan(printed.pieces, clock, starting, self._work_of(part))
                 in_log += scanner.close(clock) if printed.over else []
+                for rule in self._by_records(part):
+                    in_log += scanner.replaced(rule, "the trainer's records show it")
                 results += [
                     (part.name, found) for found in in_log if self._is_news(part, printed, found)
                 ]
@@ -168,7 +171,20 @@ class Watcher:
         """False if the component was stopped on purpose, or a metric rule reports the same."""
         if printed.asked_to_go:
             return False
-        return found.over or part.role is not Role.TRAINER or not self._metrics.is_open(found.rule)
+        if found.over or part.role is not Role.TRAINER:
+            return True
+        # A record that is over by now has reported the line as well.
+        return not self._metrics.is_open(found.rule) and found.rule not in self._by_records(part)
+
+    def _by_records(self, part: Part) -> list[str]:
+        """Rules for log lines whose problem the records of this attempt show."""
+        if part.role is not Role.TRAINER:
+            return []
+        return [
+            rule.name
+            for rule in LOG_RULES
+            if rule.recorded and self._metrics.judges(rule.name, part.attempt)
+        ]
 
     def _work_of(self, part: Part) -> Work:
         """Health and newest work of a component."""

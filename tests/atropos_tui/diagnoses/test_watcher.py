@@ -298,6 +298,72 @@ async def test_run_api_away_and_back_leaves_no_alarm(
         assert "run-api" not in sentence(running, status) and status.components[1].diagnosis == ""
 
 
+MISMATCH = "LogProb Alignment: MISMATCH (temperature: the rollouts' logprobs fit 1.18)"
+
+
+def alignment(number: int, verdict: str) -> str:
+    cause = "temperature" if verdict == "mismatch" else ""
+    return json.dumps(
+        {
+            "kind": "alignment",
+            "attempt": 1,
+            "rank": 0,
+            "step": number,
+            "time": 4e9,
+            "verdict": verdict,
+            "cause": cause,
+            "cause_kind": cause,
+        }
+    )
+
+
+def patient(monkeypatch: pytest.MonkeyPatch, patience_s: float) -> None:
+    """Give the lines of a mismatch that much patience."""
+    rules = tuple(
+        replace(
+            rule, patterns=tuple(replace(each, patience_s=patience_s) for each in rule.patterns)
+        )
+        if rule.name == "alignment_mismatch"
+        else rule
+        for rule in log_scanner.LOG_RULES
+    )
+    monkeypatch.setattr(log_scanner, "LOG_RULES", rules)
+
+
+async def test_a_mismatch_in_record_and_log_is_one_alarm(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen at 4 steps a second: the record's alarm was over before the line's patience was."""
+    patient(monkeypatch, 0.5)
+    lines = [alignment(1, "mismatch"), *(alignment(n, "ok") for n in range(2, 8))]
+    code = RECORD.replace("time.sleep", f"print({MISMATCH!r}, flush=True)\ntime.sleep")
+    trainer = part("train", python(code, 600, "\n".join(lines) + "\n"), role=Role.TRAINER)
+    async with launch(trainer) as running:
+        await wait_until(lambda: bool(ends(running)))
+        await asyncio.sleep(1.2)
+        titles = ["alignment MISMATCH: temperature"]
+        assert [found.title for found in diagnoses(running)] == titles
+        assert [found.title for found in ends(running)] == titles
+
+
+async def test_a_record_takes_the_place_of_its_line(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record of a long first step comes after the line's patience; a foreign trainer has
+    none."""
+    patient(monkeypatch, 0.1)
+    async with launch(part("train", python(SAY, 600, MISMATCH), role=Role.TRAINER)) as running:
+        await wait_until(lambda: bool(diagnoses(running)))
+        assert diagnoses(running)[0].evidence == MISMATCH and ends(running) == []
+        with running.run.telemetry_jsonl.open("a") as file:
+            file.write(alignment(1, "mismatch") + "\n")
+        await wait_until(lambda: bool(ends(running)))
+        first, second = diagnoses(running)
+        assert second.title == "alignment MISMATCH: temperature"
+        (over,) = ends(running)
+        assert (over.title, over.evidence) == (first.title, "the trainer's records show it")
+
+
 async def test_a_line_is_over_when_its_program_works_again(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
