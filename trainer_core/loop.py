@@ -85,8 +85,9 @@ from trainer_core.report import (
     write_records,
 )
 from trainer_core.rollouts.asking import MissingAsker, RouterShape, RoutingAsker
-from trainer_core.rollouts.batch import Baselines, Batch
+from trainer_core.rollouts.batch import Baselines
 from trainer_core.rollouts.client import RolloutSource, RunApi, open_api
+from trainer_core.rollouts.compared import TOKENS, EarlierLogprobs, spread_out
 from trainer_core.rollouts.packing import PackedRow
 from trainer_core.rollouts.recorded import (
     Provenance,
@@ -281,6 +282,7 @@ class Run:
         self.gate = AlignmentGate(thresholds(dtype, config.alignment_ok, config.alignment_mismatch))
         self.probe = LogprobProbe(self.sync.engines, config, self._routing_asker(routers))
         opened.callback(self.probe.close)
+        self.earlier = EarlierLogprobs()
         self.engine_use = EngineMeter(self.sync.engines)
         self.engine_use.measure()  # sets the zero point of the counters
         self.batches = self._batches(api, start, self._routing_asker(routers), opened)
@@ -433,11 +435,11 @@ class Run:
         tokens = sum(len(row.tokens) for row in rows) // self.config.context_parallel
         packed = time.perf_counter()
         chosen = sampled(batch.rollouts, self.config.rollout_samples, step)
-        samples = Samples(batch.rollouts, chosen)
+        samples = Samples(batch.rollouts, chosen, spread_out(batch.rollouts))
         outcomes = [self.accumulate(rows, step, objective, samples)]
         # Before the first write: trainer and server still have the same weights.
         probe_diffs = self.probe.finish(self.model, self.world)
-        alignment = self.judge(outcomes[0], probe_diffs, lags, batch)
+        alignment = self.judge(outcomes[0], probe_diffs, lags, samples)
         for rows in parts:
             self.write_between(outcomes[-1])
             outcomes.append(self.accumulate(rows, step, objective, samples))
@@ -604,20 +606,27 @@ class Run:
             print(f"✓ No step is lost: the weights of step {self.step} outlived {cause}. {last}")
 
     def judge(
-        self, outcome: StepOutcome, probe: ProbeDiffs | None, lags: Lags, batch: Batch
+        self, outcome: StepOutcome, probe: ProbeDiffs | None, lags: Lags, samples: Samples
     ) -> Alignment:
         """Judge the alignment, before weights change."""
-        lag_max = oldest_lag(lags)
-        verdict = self.gate.judge(outcome.diffs, probe, lag_max=lag_max, version=self.version)
+        verdict = self.gate.judge(
+            outcome.diffs, probe, lag_max=oldest_lag(lags), version=self.version
+        )
+        known = [pair for pair in zip(samples.rollouts, lags, strict=True) if pair[0].complete]
         alignment = explain(
             self.world.share(lambda: verdict),
             self.model,
-            [r for r in batch.rollouts if r.complete],
+            [rollout for rollout, _ in known],
             self.probe.answers,
             step=self.step + 1,
-            lag_max=lag_max,
+            lags=[lag for _, lag in known],
+            version=self.version,
+            earlier=self.earlier,
             world=self.world,
         )
+        # Of the rows that have passed: the other minibatches meet newer weights.
+        kept = samples.first_logprobs(self.world.gather, TOKENS)
+        self.earlier.keep(self.version, samples.rollouts, kept)
         if alignment.verdict != "ok":
             asked = self.probe.asked_at(self.step + 1) if probe is not None else ""
             alignment = replace(alignment, evidence=f"{alignment.evidence}{asked}")

@@ -26,7 +26,13 @@ from atropos_common.protocol.trainer_records import (
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone
 from trainer_core.objective.alignment import Alignment, Cause, DiffSums, ProbeDiffs, diff_sums
-from trainer_core.objective.causes.sampling import cause_in_head, cause_in_rollouts
+from trainer_core.objective.causes.sampling import (
+    Moved,
+    cause_in_head,
+    cause_in_rollouts,
+    from_updates,
+    moved_by,
+)
 from trainer_core.objective.causes.scores import FEWEST_TOKENS
 from trainer_core.policy.logprobs import (
     completions_logprobs,
@@ -37,13 +43,16 @@ from trainer_core.policy.logprobs import (
 from trainer_core.ranks.world import ALONE, World
 from trainer_core.rollouts.asking import RoutingAsker
 from trainer_core.rollouts.batch import Batch, Rollout
+from trainer_core.rollouts.compared import UNKNOWN_LAG, Compared, EarlierLogprobs, compared
 from trainer_core.rollouts.packing import PackedRow, pack
+from trainer_core.rollouts.source import Lags, oldest_lag
 from trainer_core.server.client import GeneratedTokens, ServerClient
 
-SEQUENCES = 6
 POLL_S = 0.02
 USUAL_BLOCK = 16  # tokens of a block of the prefix cache, if no server reports it
-LAG_INTERVAL = 10  # steps between two explanations of a lag of several versions
+LAG_INTERVAL = 4  # steps between two explanations of a lag of several versions
+ENVIRONMENTS = 4  # environments whose rollouts are explained in one step
+MOVED = "the updates since the rollouts moved the policy by up to {nats:.2g} nats a token"
 
 Answers = list[tuple[list[int], GeneratedTokens, GeneratedTokens]]
 """Prompt, answer decoded fresh, answer decoded on the cached prefix."""
@@ -241,22 +250,28 @@ def explain(
     answers: Answers,
     *,
     step: int,
-    lag_max: float | None,
+    lags: Lags,
+    version: int = 0,
+    earlier: EarlierLogprobs | None = None,
     world: World = ALONE,
 ) -> Alignment:
-    """Return `judged`, or a mismatch with its cause.
+    """Return `judged`, or what the model itself shows of its cause.
 
     Args:
         rollouts: rollouts of the step's batch.
         answers: the step's probe, at the model's current weights.
-        lag_max: largest lag of a rollout, in weight versions; None if unknown.
+        lags: policy lag of each rollout; None if unknown.
+        version: weight version of the model.
+        earlier: the model's logprobs at earlier versions.
     """
     if judged.verdict == "ok":
         return judged
+    lag_max = oldest_lag(lags)
     # With a lag of several versions the difference is ordinary, so only test it now and then.
     often = lag_max is None or lag_max <= 1 or step % LAG_INTERVAL == 1
     if judged.kind in (SAMPLING, LARGE_UPDATE) or (judged.kind == POLICY_LAG and often):
-        return judged.explained(_cause_in_rollouts(model, rollouts, world))
+        earlier = earlier or EarlierLogprobs()
+        return _in_rollouts(judged, model, compared(rollouts, lags), step, version, earlier, world)
     return (
         judged.explained(_cause_in_head(model, answers, world))
         if judged.kind == OTHER_WEIGHTS
@@ -264,17 +279,62 @@ def explain(
     )
 
 
-def _cause_in_rollouts(
-    model: torch.nn.Module, rollouts: Sequence[Rollout], world: World
-) -> Cause | None:
-    chosen = [r for r in rollouts if r.trained.any()][:SEQUENCES]
-    rows = pack(chosen, max((len(r.tokens) for r in chosen), default=0) * len(chosen))
-    # `pack` puts rollouts without advantages into a row of their own; take the larger row.
-    row = max(rows, key=lambda row: len(row.labels), default=None)
-    if row is None or len(row.labels) < FEWEST_TOKENS:
+def _in_rollouts(
+    judged: Alignment,
+    model: torch.nn.Module,
+    sets: Sequence[Compared],
+    step: int,
+    version: int,
+    earlier: EarlierLogprobs,
+    world: World,
+) -> Alignment:
+    """Look for the cause in the rollouts of each environment, `ENVIRONMENTS` of them a step."""
+    moves: list[float] = []
+    unexplained = False
+    for at in range(min(len(sets), ENVIRONMENTS)):
+        each = sets[(step + at) % len(sets)]
+        scored = _scored(model, each.rollouts, world)
+        if scored is None:
+            continue
+        moved = _moved(model, each, version, earlier, world)
+        if cause := cause_in_rollouts(scored, moved):
+            kind, why = cause
+            return judged.explained((kind, f"{why} ({each.env})" if len(sets) > 1 else why))
+        if moved is not None and from_updates(scored, moved):
+            moves.append(moved.nats)
+        else:
+            unexplained = True
+    # The gate cannot tell these two apart at a lag of 1.
+    if judged.kind == SAMPLING and moves and not unexplained:
+        return Alignment("drift", LARGE_UPDATE, MOVED.format(nats=max(moves)))
+    return judged
+
+
+def _moved(
+    model: torch.nn.Module, each: Compared, version: int, earlier: EarlierLogprobs, world: World
+) -> Moved | None:
+    """Return how far the updates since these rollouts moved the policy.
+
+    None: the trainer's logprobs of that time are unknown.
+    """
+    lag = UNKNOWN_LAG if each.lag is None else each.lag
+    if not lag:
+        return Moved()
+    then = earlier.at(version - lag, each.env)
+    own = None if then is None else _scored(model, then.rollouts, world)
+    if then is None or own is None or then.version >= version:
+        # Of unknown age, and this process has made no update.
+        return Moved() if each.lag is None else None
+    # Without logprobs as old as the rollouts: as much again for each update between.
+    return moved_by(own).times(max(1.0, lag / (version - then.version)))
+
+
+def _scored(model: torch.nn.Module, rollouts: Sequence[Rollout], world: World) -> _ScoredRow | None:
+    rows = pack(rollouts, sum(len(r.tokens) for r in rollouts))
+    if not rows or len(rows[0].labels) < FEWEST_TOKENS:
         return None
-    row = row.to(next(model.parameters()).device)
-    return cause_in_rollouts(_ScoredRow(model, row, world))
+    (row,) = rows
+    return _ScoredRow(model, row.to(next(model.parameters()).device), world)
 
 
 class _ScoredRow:

@@ -152,8 +152,8 @@ class Watcher:
                 scanner = printed.scanner
                 in_log = scanner.scan(printed.pieces, clock, starting, self._work_of(part))
                 in_log += scanner.close(clock) if printed.over else []
-                for rule in self._by_records(part):
-                    in_log += scanner.replaced(rule, "the trainer's records show it")
+                for name in self._by_records(part):
+                    in_log += scanner.replaced(name, "the trainer's records show it")
                 results += [
                     (part.name, found) for found in in_log if self._is_news(part, printed, found)
                 ]

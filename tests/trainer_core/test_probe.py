@@ -28,6 +28,7 @@ from trainer_core.policy.logprobs import head_scores, row_logprobs
 from trainer_core.probe import LogprobProbe, explain
 from trainer_core.ranks.world import ALONE, World
 from trainer_core.rollouts.packing import pack
+from trainer_core.rollouts.source import Lag
 from trainer_core.server.client import GeneratedTokens
 
 PROMPTS = [[2 + i] * 20 for i in range(3)]
@@ -195,13 +196,14 @@ def test_every_rank_looks_for_a_cause_as_rank_0_does(tmp_path: Path) -> None:
         rollout.logprobs[rollout.trained] = row_logprobs(models[0], row).detach().numpy()
     rollouts = [replace(rollout, temperature=1.0) for rollout in rollouts]
     judged = Alignment("mismatch", SAMPLING, "fresh rollouts differ")
+    fresh = [Lag(0)] * len(rollouts)
 
     def causes(model: torch.nn.Module, world: World) -> tuple[Alignment, int]:
         passes: list[Any] = []
         with patch.object(
             probe, "head_scores", lambda *args: passes.append(args) or head_scores(*args)
         ):
-            found = explain(judged, model, rollouts, [], step=1, lag_max=0, world=world)
+            found = explain(judged, model, rollouts, [], step=1, lags=fresh, world=world)
         return found, len(passes)
 
     rank_0 = Heard()

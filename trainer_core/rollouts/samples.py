@@ -60,11 +60,14 @@ class Samples:
     rollouts: Sequence[Rollout]
     chosen: list[tuple[int, int]]
     """Index and group size of each sample."""
+    compared: Sequence[int] = ()
+    """Indices of further rollouts whose logprobs are kept."""
     _found: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # By their tokens: minibatches replace the rollouts, and keep this array.
-        self._wanted = {id(self.rollouts[index].tokens): index for index, _ in self.chosen}
+        wanted = {*self.compared, *(index for index, _ in self.chosen)}
+        self._wanted = {id(self.rollouts[index].tokens): index for index in wanted}
 
     def take(self, row: PackedRow, logprobs: torch.Tensor) -> None:
         """Keep the logprobs of the samples in a row.
@@ -83,12 +86,25 @@ class Samples:
 
     def known(self, gather: Callable[[Found], list[Found]]) -> list[Sample]:
         """Return the samples; `gather` returns the logprobs that each rank computed."""
-        if not self.chosen:
-            return []
-        found: Found = {}
-        for part in gather({i: v.float().cpu().numpy() for i, v in self._found.items()}):
-            found |= part
+        found = self._gathered([index for index, _ in self.chosen], gather)
         return [Sample(index, size, found.get(index)) for index, size in self.chosen]
+
+    def first_logprobs(self, gather: Callable[[Found], list[Found]], most: int) -> Found:
+        """Return up to `most` logprobs of each of `compared` that have been computed."""
+        return self._gathered(self.compared, gather, most)
+
+    def _gathered(
+        self, wanted: Sequence[int], gather: Callable[[Found], list[Found]], most: int | None = None
+    ) -> Found:
+        if not wanted:
+            return {}
+        known = {index: self._found[index][:most] for index in wanted if index in self._found}
+        own: Found = {}
+        if known:  # one copy from the device for all
+            whole = torch.cat([*known.values()]).float().cpu().numpy()
+            ends = np.cumsum([len(part) for part in known.values()])[:-1]
+            own = dict(zip(known, np.split(whole, ends), strict=True))
+        return {index: value for part in gather(own) for index, value in part.items()}
 
 
 def sampled(rollouts: Sequence[Rollout], wanted: int, step: int) -> list[tuple[int, int]]:

@@ -29,6 +29,7 @@ from trainer_core.policy.load import load_model
 from trainer_core.policy.logprobs import completions_logprobs
 from trainer_core.probe import explain
 from trainer_core.rollouts.batch import read_batch
+from trainer_core.rollouts.source import Lag
 from trainer_core.server.client import GeneratedTokens
 
 BOUNDS = Thresholds(0.01, 0.1)
@@ -236,7 +237,7 @@ def _rescored(
         each["inference_logprobs"] = [[1.0] * 4 + row.tolist() for row in found]
         for row, values in zip(tokens[:, 4:].tolist(), found.tolist(), strict=True):
             engine.digests[completion_digest(row, values)] = (version, version)
-        each["generation_params"] = {"temperature": say}
+        each["generation_params"] |= {"temperature": say}
     return batch
 
 
@@ -359,7 +360,7 @@ def test_a_head_in_another_type_is_named(base: Path) -> None:
             [],
             answers,
             step=1,
-            lag_max=0,
+            lags=[],
         )
         assert found.verdict == "mismatch"
         assert (
@@ -370,7 +371,7 @@ def test_a_head_in_another_type_is_named(base: Path) -> None:
         (p, GeneratedTokens(c.token_ids, [v - 0.1 for v in c.logprobs]), c) for p, c, _ in answers
     ]
     left = Alignment("drift", "other weights", "from the start")
-    assert explain(left, policy, [], other, step=1, lag_max=0) == left, (
+    assert explain(left, policy, [], other, step=1, lags=[]) == left, (
         "a difference of another kind stays unexplained"
     )
 
@@ -383,8 +384,9 @@ def test_policy_lag_is_not_taken_for_a_cause(engine: Engine, base: Path) -> None
             parameter.add_(
                 torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) * 0.02
             )
+    lags = [Lag(5)] * len(batch.rollouts)
     lagging = Alignment("drift", "policy lag", "rollouts are far from the policy (lag up to 5)")
-    assert explain(lagging, policy, batch.rollouts, [], step=1, lag_max=5) == lagging
+    assert explain(lagging, policy, batch.rollouts, [], step=1, lags=lags) == lagging
 
 
 def test_stop_on_mismatch_stops_at_the_first(engine: Engine, base: Path, tmp_path: Path) -> None:
@@ -395,3 +397,30 @@ def test_stop_on_mismatch_stops_at_the_first(engine: Engine, base: Path, tmp_pat
         train(config, api=Recorded([_batch(engine), _rescored(engine, 0.7, version=1)]))  # type: ignore[arg-type]
     assert [record.verdict for record in _alignments(tmp_path)] == ["ok", "mismatch"]
     assert (tmp_path / "out" / "step_1").is_dir() and not (tmp_path / "out" / "step_2").exists()
+
+
+@pytest.mark.parametrize(("minibatches", "steps"), [(1, 2), (2, 5)])
+def test_a_wrong_temperature_is_named_behind_fresh_rollouts(
+    engine: Engine, base: Path, tmp_path: Path, minibatches: int, steps: int
+) -> None:
+    """From the second step on every rollout is a step old; each minibatch is a version."""
+    settings = {"lr": 1e-6, "minibatches": minibatches, "training_steps": steps}
+    old = [_rescored(engine, 0.2, version=at * minibatches) for at in range(steps - 1)]
+    train(
+        run_config(engine, base, tmp_path, **settings),
+        api=Recorded([_batch(engine), *old]),  # type: ignore[arg-type]
+    )
+    first, *_, last = _alignments(tmp_path)
+    assert (first.verdict, last.verdict, last.cause_kind) == ("ok", "mismatch", "temperature")
+    assert "fit 0.20" in last.cause
+
+
+def test_an_update_that_moves_far_is_no_cause_in_the_rollouts(
+    engine: Engine, base: Path, tmp_path: Path
+) -> None:
+    config = run_config(engine, base, tmp_path, lr=0.05, training_steps=2, warmup_steps=0)
+    train(config, api=Recorded([_batch(engine), _rescored(engine, 1.0)]))  # type: ignore[arg-type]
+    _, second = _alignments(tmp_path)
+    assert (second.verdict, second.cause_kind) == ("drift", "large update"), second
+    assert second.logprob_diff_abs_mean and second.logprob_diff_abs_mean > 1.0
+    assert second.cause.startswith("large update: the updates since the rollouts moved the policy")

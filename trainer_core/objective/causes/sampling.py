@@ -12,6 +12,7 @@ import torch
 from atropos_common.protocol.trainer_records import HEAD_DTYPE, SAMPLING, SHIFTED, TEMPERATURE
 from trainer_core.objective.alignment import Cause
 from trainer_core.objective.causes.scores import (
+    CLEARLY,
     FEWEST_TOKENS,
     LEFT,
     NEAREST_TEMPERATURE,
@@ -21,12 +22,47 @@ from trainer_core.objective.causes.scores import (
 )
 
 
-def cause_in_rollouts(scored: Scored) -> Cause | None:
-    """Return the cause of a difference that only sampled tokens show."""
+class Moved(NamedTuple):
+    """Change of the policy's own logprobs by the updates since the rollouts."""
+
+    factor: float = 1.0
+    """Factor on the temperature that comes nearest to it: above 1 the policy is sharper now."""
+    left: float = 0.0
+    """Mean change in nats that this factor does not explain."""
+    nats: float = 0.0
+    """Mean change in nats."""
+
+    def times(self, more: float) -> Moved:
+        """Return the change by `more` times the updates, if each does as much."""
+        return Moved(self.factor**more, self.left * more, self.nats * more)
+
+
+def moved_by(own: Scored) -> Moved:
+    """Measure the change; `own` has the trainer's earlier logprobs in place of the engine's."""
+    factor = narrowed(own.left)
+    return Moved(factor, own.left(factor), own.left(1.0))
+
+
+def cause_in_rollouts(scored: Scored, moved: Moved | None = Moved()) -> Cause | None:  # noqa: B008
+    """Return the cause of a difference that only sampled tokens show.
+
+    Args:
+        moved: by the updates since the rollouts; None: unknown.
+    """
     # Verdicts come from rank 0: another rank's figures may lie just beyond a bound, and it would
     # then run the model once more than the others and hang.
     shifted = scored.share(lambda: shifted_by_one(scored))
-    return shifted or other_temperature(scored) or scored.share(lambda: filtered(scored))
+    if shifted or moved is None or from_updates(scored, moved):
+        return shifted
+    return other_temperature(scored, moved) or scored.share(lambda: filtered(scored))
+
+
+def from_updates(scored: Scored, moved: Moved) -> bool:
+    """Tell whether the updates may be the whole cause."""
+    # A policy that sharpens looks like another temperature, so that part is taken out on both
+    # sides. The rest is measured on different tokens.
+    rest = scored.left(moved.factor)
+    return rest < max(CLEARLY * moved.left, scored.left(1.0) / CLEARLY)
 
 
 def shifted_by_one(scored: Scored) -> Cause | None:
@@ -46,18 +82,21 @@ def shifted_by_one(scored: Scored) -> Cause | None:
     return None
 
 
-def other_temperature(scored: Scored) -> Cause | None:
-    before = scored.left(1.0)
+def other_temperature(scored: Scored, moved: Moved = Moved()) -> Cause | None:  # noqa: B008
     best = narrowed(scored.left)
+    # The rollouts' temperature, without what the policy has sharpened since.
+    factor = best / moved.factor
+    before = max(scored.left(1.0), scored.left(moved.factor))
+    most = min(LEFT * before + moved.left, before / CLEARLY)
     # A temperature close to ours may also be an update that sharpened the policy.
-    if scored.left(best) > LEFT * before or abs(best - 1.0) < NEAREST_TEMPERATURE:
+    if scored.left(best) > most or abs(factor - 1.0) < NEAREST_TEMPERATURE:
         return None
     # Near 1.0 the likely cause is a server that returns raw logprobs.
     assumed = scored.assumed
-    raw = ": raw logprobs, or that temperature" if abs(best * assumed - 1.0) < 0.02 else ""
+    raw = ": raw logprobs, or that temperature" if abs(factor * assumed - 1.0) < 0.02 else ""
     return (
         TEMPERATURE,
-        f"the rollouts' logprobs fit {best * assumed:.2f}{raw}; the trainer uses {assumed:.2f}",
+        f"the rollouts' logprobs fit {factor * assumed:.2f}{raw}; the trainer uses {assumed:.2f}",
     )
 
 

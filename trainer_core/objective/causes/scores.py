@@ -16,6 +16,8 @@ LEFT = 0.3
 NOISE = 0.05
 NEAREST_TEMPERATURE = 0.04  # smallest relative difference that counts as a cause
 FEWEST_TOKENS = 8
+# Ratio of two mean differences of different tokens from which on they are not the same one.
+CLEARLY = 2.0
 
 
 class Scored(Protocol):
