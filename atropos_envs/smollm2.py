@@ -3,7 +3,7 @@
     python -m atropos_envs.smollm2 --output FOLDER [--dtype float32]
 
 The folder has the dequantized weights (270 MB in bfloat16), the tokenizer and its chat template.
-Takes about five seconds. transformers can read the file too, in half a minute: it parses the
+Takes a few seconds. transformers can read the file too, in half a minute: it parses the
 vocabulary three times, and builds a table of names for each module.
 """
 
@@ -63,26 +63,6 @@ def find_gguf() -> Path:
     if not found:
         raise ModelMissing(f"no .gguf file in {Path(spec.origin).parent}: {HOW_TO}")
     return found[0]
-
-
-def read_gguf(source: Path) -> tuple[dict[str, Any], list[Any]]:
-    """Return the file's metadata, and its tensors as the package gguf describes them."""
-    import numpy as np
-    from gguf import GGUFReader
-
-    class Reader(GGUFReader):
-        """Reads a plain array, whose 740,000 slices take a third of the time of a `memmap`'s."""
-
-        @property
-        def data(self) -> Any:
-            return self._data
-
-        @data.setter
-        def data(self, mapped: Any) -> None:
-            self._data = mapped.view(np.ndarray)
-
-    reader = Reader(source)
-    return {key: field.contents() for key, field in reader.fields.items()}, reader.tensors
 
 
 def model_config(fields: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -162,14 +142,16 @@ def save_smollm2(output: Path, dtype: str = "bfloat16") -> None:
     if importlib.util.find_spec("gguf") is None:
         reads = f"which reads {source.name}"
         raise ModelMissing(f"the package gguf, {reads}, is not installed: {HOW_TO}")
+    from gguf import GGUFReader
     from safetensors.torch import save_file
 
-    fields, tensors = read_gguf(source)
+    reader = GGUFReader(source)
+    fields = {key: field.contents() for key, field in reader.fields.items()}
     config = model_config(fields, dtype)
     special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     # Written aside and renamed, so that a folder of this name is always complete.
     with made_aside(output) as aside:
-        weights = model_weights(tensors, config)
+        weights = model_weights(reader.tensors, config)
         save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})
         for name, content in (("config", config), ("generation_config", special)):
             (aside / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")

@@ -27,6 +27,7 @@ from trainer_core.config import TrainingConfig
 from trainer_core.errors import EngineError, EngineGone
 from trainer_core.objective.alignment import Alignment, Cause, DiffSums, ProbeDiffs, diff_sums
 from trainer_core.objective.causes.sampling import (
+    UNMOVED,
     Moved,
     cause_in_head,
     cause_in_rollouts,
@@ -319,12 +320,12 @@ def _moved(
     """
     lag = UNKNOWN_LAG if each.lag is None else each.lag
     if not lag:
-        return Moved()
+        return UNMOVED
     then = earlier.at(version - lag, each.env)
     own = None if then is None else _scored(model, then.rollouts, world)
     if then is None or own is None or then.version >= version:
         # Of unknown age, and this process has made no update.
-        return Moved() if each.lag is None else None
+        return UNMOVED if each.lag is None else None
     # Without logprobs as old as the rollouts: as much again for each update between.
     return moved_by(own).times(max(1.0, lag / (version - then.version)))
 

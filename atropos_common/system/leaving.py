@@ -9,12 +9,17 @@ from typing import NoReturn
 
 
 def leave(code: int) -> NoReturn:
-    """Exit with `code`, without the interpreter's shutdown.
+    """Exit with `code` after the functions that libraries have registered for the exit."""
+    atexit._run_exitfuncs()
+    exit_now(code)
+
+
+def exit_now(code: int) -> NoReturn:
+    """Write what is printed, and exit with `code`, without the interpreter's shutdown.
 
     It frees every object that torch has made, which takes a second, and with CUDA several. The
-    supervisor waits for it. Functions that libraries have registered for the exit still run.
+    supervisor waits for it.
     """
-    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
 import sys
 import traceback
@@ -17,6 +16,7 @@ import wandb
 from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
 
 from atropos_common.system.files import read_regular, write_private
+from atropos_common.system.leaving import exit_now
 from atropos_common.system.run_dir import RunDir
 from atropos_envs import Dismissed, EnvFault
 from atropos_envs.hosting.engine_client import (
@@ -358,10 +358,8 @@ def exit_code_of(work: Callable[[], None], *, causes: bool = False) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit without the shutdown of torch, which takes seconds."""
+    """Exit without the interpreter's shutdown, and only with the ends that this process needs."""
     if wandb.run is not None:
         wandb.finish()
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    exit_now(code)

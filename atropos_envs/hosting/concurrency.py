@@ -57,7 +57,7 @@ SMOOTHING = 0.2
 # less, below the second one more again.
 EXCESS, SCARCE = 1.0, 0.25
 # Factors of a change, its interval (s), in which completions in flight end, and the smallest part.
-SHRINK, GROW, YIELD_S, LEAST_PART = 0.8, 1.25, 10.0, 0.125
+SHRINK, GROW, THROTTLE_S, LEAST_PART = 0.8, 1.25, 10.0, 0.125
 # The first steps compile, and say nothing about the trainer's speed.
 FIRST_STEPS = 2
 
@@ -149,7 +149,7 @@ class Concurrency:
         self.target, self._moved_at = target, now
 
 
-class Room:
+class Throttle:
     """Part of their targets that the engines on the trainer's device keep."""
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class Room:
         self._since: float | None = None
 
     def look(self, queued: float, now: float) -> None:
-        """Change the part once in `YIELD_S`.
+        """Change the part once in `THROTTLE_S`.
 
         Args:
             queued: batches that wait for the trainer.
@@ -166,7 +166,7 @@ class Room:
         self._lowest = min(self._lowest, queued)
         if self._since is None:
             self._since = now
-        if now - self._since < YIELD_S:
+        if now - self._since < THROTTLE_S:
             return
         if self._lowest >= EXCESS:
             self.part = max(LEAST_PART, SHRINK * self.part)
@@ -200,7 +200,7 @@ class Targets:
         self.ahead, self.share = whole.ahead, whole.share
         self.each = {root: replace(whole, first=first) for root in roots}
         self._present = set(roots)
-        self._beside, self._room = set(beside), Room()
+        self._beside, self._throttle = set(beside), Throttle()
 
     @property
     def target(self) -> float:
@@ -210,11 +210,11 @@ class Targets:
     @property
     def targets(self) -> dict[str, float]:
         return {
-            root: one.target * (self._room.part if self._yields(root) else 1.0)
+            root: one.target * (self._throttle.part if self._is_throttled(root) else 1.0)
             for root, one in self.each.items()
         }
 
-    def _yields(self, root: str) -> bool:
+    def _is_throttled(self, root: str) -> bool:
         return root in self._beside and not self.each[root].fixed
 
     @property
@@ -225,7 +225,7 @@ class Targets:
 
     @property
     def phase(self) -> Phase:
-        if self._room.part < 1.0:
+        if self._throttle.part < 1.0:
             return "trainer"
         phases = {one.phase for one in self._of_present()}
         return next((phase for phase in _FIRST_BOUND if phase in phases), "rising")
@@ -250,8 +250,8 @@ class Targets:
             queued: batches that wait for the trainer.
             step: batches that it has begun.
         """
-        if step > FIRST_STEPS and any(map(self._yields, self.each)):
-            self._room.look(queued, now)
+        if step > FIRST_STEPS and any(map(self._is_throttled, self.each)):
+            self._throttle.look(queued, now)
 
     def without_load(self, batch: int) -> None:
         """Keep two batches in flight: the engines report no load."""

@@ -56,6 +56,7 @@ LIST_S = 2.0
 DISK_S = 10.0
 REGISTRATIONS = ("registrations", "stock registrations")
 REFUSAL_COUNTS = ("refusals", "stock refusals", "openai refusals")
+RECORDED = tuple(rule.name for rule in LOG_RULES if rule.recorded)
 GONE_S = 8.0
 """Seconds for which a run rule must find the opposite before its diagnosis ends."""
 
@@ -180,11 +181,7 @@ class Watcher:
         """Rules for log lines whose problem the records of this attempt show."""
         if part.role is not Role.TRAINER:
             return []
-        return [
-            rule.name
-            for rule in LOG_RULES
-            if rule.recorded and self._metrics.judges(rule.name, part.attempt)
-        ]
+        return [name for name in RECORDED if self._metrics.judges(name, part.attempt)]
 
     def _work_of(self, part: Part) -> Work:
         """Health and newest work of a component."""

@@ -1,5 +1,7 @@
 """Rollouts of a step whose text goes into the records: their choice, turns and tokens.
 
+`Samples` also keeps the logprobs of the rollouts that `compared.py` chooses.
+
 A record is bounded: `TEXT_CHARS` of prompt and completion, and `MOST_TURNS` turns. What exceeds
 them is left out in the middle, because a reader needs how an episode begins and how it ends.
 """

@@ -37,13 +37,16 @@ class Moved(NamedTuple):
         return Moved(self.factor**more, self.left * more, self.nats * more)
 
 
+UNMOVED = Moved()
+
+
 def moved_by(own: Scored) -> Moved:
     """Measure the change; `own` has the trainer's earlier logprobs in place of the engine's."""
     factor = narrowed(own.left)
     return Moved(factor, own.left(factor), own.left(1.0))
 
 
-def cause_in_rollouts(scored: Scored, moved: Moved | None = Moved()) -> Cause | None:  # noqa: B008
+def cause_in_rollouts(scored: Scored, moved: Moved | None = UNMOVED) -> Cause | None:
     """Return the cause of a difference that only sampled tokens show.
 
     Args:
@@ -82,7 +85,7 @@ def shifted_by_one(scored: Scored) -> Cause | None:
     return None
 
 
-def other_temperature(scored: Scored, moved: Moved = Moved()) -> Cause | None:  # noqa: B008
+def other_temperature(scored: Scored, moved: Moved = UNMOVED) -> Cause | None:
     best = narrowed(scored.left)
     # The rollouts' temperature, without what the policy has sharpened since.
     factor = best / moved.factor
