@@ -354,7 +354,14 @@ def show_load(bridge: WeightBridge) -> None:
     slots = compat.sequences_at_a_time(bridge.engine)
     bridge.capacity = measure_capacity(bridge.engine, slots)
     ceiling = bridge.capacity.ceiling if bridge.capacity else lambda: None
-    REGISTRY.register(LoadMetrics(bridge.load, slots, lambda: bridge.state.weight_version, ceiling))
+    metrics = LoadMetrics(
+        bridge.load,
+        slots,
+        lambda: bridge.state.weight_version,
+        ceiling,
+        lambda: bridge.recomputed_tokens,
+    )
+    REGISTRY.register(metrics)
 
 
 def measure_capacity(engine: Any, slots: int) -> EngineCapacity | None:

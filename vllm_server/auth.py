@@ -28,6 +28,7 @@ from atropos_common.protocol.bridge import (
     LOAD_PATH,
     METRIC_CAPACITY,
     METRIC_IDLE_S,
+    METRIC_RECOMPUTED,
     METRIC_REQUESTS,
     METRIC_SLOTS,
     METRIC_VERSION,
@@ -160,8 +161,10 @@ class LoadMetrics:
         slots: int,
         version: Callable[[], int | None],
         capacity: Callable[[], float | None],
+        recomputed: Callable[[], int],
     ) -> None:
         self._load, self._slots, self._version, self._capacity = load, slots, version, capacity
+        self._recomputed = recomputed
 
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -173,6 +176,8 @@ class LoadMetrics:
         yield CounterMetricFamily(METRIC_IDLE_S, idle, load.idle_s)
         yield CounterMetricFamily(METRIC_REQUESTS, "Requests for completions.", load.requests)
         yield GaugeMetricFamily(METRIC_SLOTS, slots, self._slots)
+        again = "Tokens whose keys and values were computed again after a weight update."
+        yield CounterMetricFamily(METRIC_RECOMPUTED, again, self._recomputed())
         if capacity is not None:
             yield GaugeMetricFamily(METRIC_CAPACITY, tokens, capacity)
         if version is not None:

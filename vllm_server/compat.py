@@ -285,6 +285,19 @@ def tokens_in_flight(engine: Any) -> dict[str, int]:
     return {}
 
 
+def computed_tokens(engine: Any) -> int:
+    """Return the tokens, prompts included, of the requests that have begun; 0 if vLLM hides
+    them."""
+    states = getattr(getattr(engine, "output_processor", None), "request_states", {})
+    with contextlib.suppress(AttributeError):
+        return sum(
+            state.prompt_len + made
+            for state in states.values()
+            if state.detokenizer and (made := state.detokenizer.num_output_tokens())
+        )
+    return 0
+
+
 async def read_outputs(engine: Any) -> None:
     """Let vLLM's output handler read what a paused engine has sent."""
     queue = getattr(getattr(engine, "engine_core", None), "outputs_queue", None)

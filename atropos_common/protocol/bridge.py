@@ -52,6 +52,8 @@ METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS = (
 """Seconds without a request for completions; such requests; most sequences at a time."""
 METRIC_CAPACITY = "atropos:capacity_tokens_per_second"
 """The engine's largest token rate; missing while it is unknown."""
+METRIC_RECOMPUTED = "atropos:recomputed_tokens_total"
+"""Tokens whose keys and values were computed again after a weight update."""
 METRIC_VERSION = "atropos:weight_version"
 """Answering weight version; missing before the first."""
 LOAD_PATH = "/engine/load"

@@ -250,6 +250,7 @@ class EngineGauges(Figures):
     prefix_hits: Amount | None = None
     prompt_tokens: Amount | None = None
     generated_tokens: Amount | None = None
+    recomputed_tokens: Amount | None = None
     weight_version: Amount | None = None
 
 

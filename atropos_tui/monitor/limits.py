@@ -48,6 +48,8 @@ PER_GPU_MODES = ("shared_vllm", "none")
 HARDLY_BUSY, BUSY_S = 0.5, 60.0
 # Most engines that the advice names for a GPU: each takes a CPU core and a set of weights.
 MOST_PER_GPU = 4
+# Tokens computed again after a weight update, for each new token, above which that is the advice.
+MUCH_AGAIN, AGAIN_S = 1.0, 60.0
 # Modes in which trainer and engine use the same GPUs.
 SHARED_MODES = ("shared_vllm",)
 
@@ -73,6 +75,8 @@ class Rates:
     env: str = ""
     flow: EnvFlow | None = None
     """Environment that the others wait for."""
+    again: float = 0.0
+    """Tokens that its engines compute again after weight updates, for each new one."""
 
     @property
     def engine_has_room(self) -> bool:
@@ -144,7 +148,10 @@ def rates(state: RunState, now: float) -> Rates | None:
         }
         if known:
             env, flow = max(known.items(), key=lambda item: _rank(item[1]))
-            return Rates(flow.waiting or 0.0, flow.idle or 0.0, flow.capacity_used, env, flow)
+            again = state.gauges.recomputed(_engines([flow.engine]), AGAIN_S) or 0.0
+            return Rates(
+                flow.waiting or 0.0, flow.idle or 0.0, flow.capacity_used, env, flow, again
+            )
     speed = pace(state, None, window=STEPS)
     if speed.waiting is None or speed.engine_idle is None:
         return None
@@ -164,7 +171,8 @@ def limit(run: Run) -> Limit | None:
     # waiting + idle - 1 is the least share of the time in which trainer and engine both wait.
     if found.waiting + found.idle - 1.0 >= BOTH_WAIT:
         return _by_supply(run, found)
-    if found.has_engine_queue and found.waiting >= HARDLY_WAITS:
+    engine_is_full = found.has_engine_queue or found.again >= MUCH_AGAIN
+    if engine_is_full and found.waiting >= HARDLY_WAITS:
         return _by_engine(run, found)
     if found.waiting >= WAITS and found.engine_has_room:
         return _by_supply(run, found)
@@ -267,6 +275,9 @@ def _by_engine(run: Run, found: Rates) -> Limit:
         if any("--enforce-eager" in engine.command for engine in engines):
             do.append("no enforce-eager")
         do = _more_per_gpu(run, names) + do
+    if found.again >= MUCH_AGAIN:
+        why = f"keys and values of {found.again:.1f} tokens are computed again for each new one"
+        do.insert(0, f'[trainer] in_flight = "reuse" ({why})')
     if found.flow and found.flow.slots:
         running, slots = found.flow.running or 0.0, found.flow.slots
         full = f" with {running:.0f} of {slots:.0f} possible sequences"
@@ -276,7 +287,11 @@ def _by_engine(run: Run, found: Rates) -> Limit:
             if not any(_has_full_cache(run, engine) for engine in asked):
                 each = slots / len(asked)
                 do.insert(0, f"raise max-num-seqs of [vllm.args] (now {each:.0f})")
-        elif running < HAS_ROOM * slots and bound(found.flow) not in ("workers", "target"):
+        elif (
+            running < HAS_ROOM * slots
+            and found.again < MUCH_AGAIN
+            and bound(found.flow) not in ("workers", "target")
+        ):
             above = run.offpolicy(found.flow)
             lag = f"env.max_batches_offpolicy above {above} (policy lag grows with it)"
             do.insert(0, f"more at a time: {lag}")

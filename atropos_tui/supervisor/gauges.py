@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from atropos_common.protocol.bridge import METRIC_VERSION
+from atropos_common.protocol.bridge import METRIC_RECOMPUTED, METRIC_VERSION
 from atropos_common.protocol.control import ComponentStatus, Role, RunStatus
 from atropos_common.protocol.records import (
     ComponentUse,
@@ -43,6 +43,7 @@ _GAUGES = {
     "vllm:prefix_cache_hits_total": "prefix_hits",
     "vllm:prompt_tokens_total": "prompt_tokens",
     "vllm:generation_tokens_total": "generated_tokens",
+    METRIC_RECOMPUTED: "recomputed_tokens",
     METRIC_VERSION: "weight_version",
 }
 """vLLM's metric -> ours. Engines with data parallelism have several lines; they are added."""

@@ -121,6 +121,11 @@ ENGINE_FIELDS: Sequence[Field] = (
 ENGINE_TOTAL_FIELDS: Sequence[Field] = (
     ("prompt_tokens", "engine_prompt_tokens", "Tokens of prompts."),
     ("generated_tokens", "engine_generated_tokens", "Tokens generated."),
+    (
+        "recomputed_tokens",
+        "engine_recomputed_tokens",
+        "Tokens whose keys and values were computed again after a weight update.",
+    ),
 )
 ENV_FIELDS: Sequence[Field] = (
     (

@@ -134,6 +134,8 @@ def profile(options: argparse.Namespace, layout: str, model: Path) -> dict[str, 
             "checkpoint_interval": 0,
             "seq_len": options.tokens + 64,
             "optimizer": "adamw",
+            # As the shipped profiles: completions in flight keep their keys and values.
+            "in_flight": "reuse",
         }
         | ({"pack_tokens": PACK_TOKENS} if both else {})
         | (

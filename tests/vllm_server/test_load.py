@@ -16,6 +16,7 @@ from atropos_common.net.http import allowed_hosts
 from atropos_common.protocol.bridge import (
     METRIC_CAPACITY,
     METRIC_IDLE_S,
+    METRIC_RECOMPUTED,
     METRIC_REQUESTS,
     METRIC_SLOTS,
     METRIC_VERSION,
@@ -87,7 +88,7 @@ def test_prometheus_shows_the_counts_under_their_names() -> None:
     load = ServerLoad(clock)
     version: list[int | None] = [None]
     capacity: list[float | None] = [None]
-    registry.register(LoadMetrics(load, 128, lambda: version[0], lambda: capacity[0]))
+    registry.register(LoadMetrics(load, 128, lambda: version[0], lambda: capacity[0], lambda: 900))
     assert METRIC_VERSION not in generate_latest(registry).decode(), (
         "nothing is said of weights without a name"
     )
@@ -101,4 +102,5 @@ def test_prometheus_shows_the_counts_under_their_names() -> None:
     lines = generate_latest(registry).decode().splitlines()
     assert f"{METRIC_IDLE_S} 12.25" in lines
     assert f"{METRIC_REQUESTS} 1.0" in lines and f"{METRIC_SLOTS} 128.0" in lines
+    assert f"{METRIC_RECOMPUTED} 900.0" in lines
     assert f"{METRIC_VERSION} 7.0" in lines and f"{METRIC_CAPACITY} 24000.0" in lines

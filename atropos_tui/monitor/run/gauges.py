@@ -64,6 +64,23 @@ class GaugeHistory:
         ]
         return sum(shares) / len(shares) if shares else None
 
+    def recomputed(self, engines: Iterable[str], seconds: float) -> float | None:
+        """Return the tokens that `engines` computed again after weight updates, for each new one,
+        over the newest `seconds`; None if unknown."""
+        end = self.last.time if self.last else 0.0
+        inside = list(takewhile(lambda old: old.time >= end - seconds, reversed(self.samples)))
+        again = new = 0.0
+        for engine in engines:
+            seen = [sample.engines[engine] for sample in inside if engine in sample.engines]
+            if not seen:
+                return None
+            more = _grown(seen[-1].recomputed_tokens, seen[0].recomputed_tokens)
+            generated = _grown(seen[-1].generated_tokens, seen[0].generated_tokens)
+            if more is None or generated is None:
+                return None
+            again, new = again + more, new + generated
+        return again / new if new else None
+
     def rates(self, engine: str) -> EngineRates | None:
         """Return rates of `engine` over the newest `RATE_WINDOW_S`; None if it did not answer."""
         last = self.last

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from atropos_common.protocol.control import GpuStatus, Role
+from atropos_common.protocol.records import EngineGauges
 from atropos_tui.monitor.run.run_files import PlannedComponent
 from tests.atropos_tui.monitor.test_verdict import INFO, NOW, flow, said
 
@@ -40,6 +41,26 @@ def test_an_engine_that_leaves_its_gpu_idle_needs_a_second_one_beside_it(
     advice = "vllm.per_gpu = 2 (its GPU computes 26% of the time, so one core of its Python"
     assert (advice in found.do) is advised
     assert ("per_gpu" in found.do) is advised
+
+
+@pytest.mark.parametrize(
+    ("again", "advised"), [(23_000, True), (4_000, False), (0, False), (None, False)]
+)
+def test_an_engine_that_mostly_computes_tokens_again_should_reuse_them(
+    again: float | None, advised: bool
+) -> None:
+    last = flow(0.7, 0.0, capacity_used=0.5)
+    first = {"vllm": EngineGauges(generated_tokens=5_000, recomputed_tokens=again and 1_000)}
+    now = {"vllm": EngineGauges(generated_tokens=15_000, recomputed_tokens=again and 1_000 + again)}
+    found = said(
+        last.model_copy(update={"time": NOW - 30, "engines": first}),
+        last.model_copy(update={"engines": now}),
+    )
+    by = "engine" if advised else "environment"  # which would only be right for an engine with room
+    assert found.what.startswith(f"limited by the {by}"), found
+    advice = 'in_flight = "reuse" (keys and values of 2.3 tokens are computed again'
+    assert (advice in found.do) is advised, found.do
+    assert ("in_flight" in found.do) is advised
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 
-from atropos_common.protocol.bridge import InFlight
+from atropos_common.protocol.bridge import METRIC_RECOMPUTED, InFlight
 from atropos_common.protocol.trainer_records import StepRecord
 from tests.e2e.gate import PROMPTS, Live, alignments, shift, stopped_for, train_on, train_on_copies
 from tests.e2e.small_models import ARCHITECTURES, make_model
@@ -184,6 +184,7 @@ def test_a_publish_and_completions_in_flight(
     engine = ServerClient(server.url, TOKEN)
     for _ in range(8):
         server.publish(20)
+        before = _metric(server, METRIC_RECOMPUTED)
         if answer := asyncio.run(_across(server, engine, in_flight)):
             break
     else:
@@ -193,6 +194,11 @@ def test_a_publish_and_completions_in_flight(
         answer["finish_reasons"]
     ) == {"length"}
     assert answer["weight_versions"] == [versions] * AT_ONCE
+    again = _metric(server, METRIC_RECOMPUTED) - before
+    if in_flight == "keep":  # the prompt of 6, and from 1 to 240 new ones
+        assert 7 * AT_ONCE <= again <= 246 * AT_ONCE
+    else:
+        assert again == 0
 
 
 AT_ONCE = 96
@@ -227,12 +233,12 @@ async def _across(
 
 
 def _running(server: Server) -> float:
+    return _metric(server, "vllm:num_requests_running")
+
+
+def _metric(server: Server, name: str) -> float:
     lines = server.get("/metrics").text.splitlines()
-    return sum(
-        float(line.rpartition(" ")[2])
-        for line in lines
-        if line.startswith("vllm:num_requests_running")
-    )
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
 def test_waiting_has_an_end(server: Server) -> None:
