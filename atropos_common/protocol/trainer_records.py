@@ -268,7 +268,7 @@ class StepRecord(TrainerRecord):
     ] = 0
     policy_lag_bound: Annotated[
         int | None,
-        Metric("Bound that left out the newest sequence of `too_old`; `null` if none was left out"),
+        Metric("Bound of the newest sequence of `too_old`, else the batch's largest; `null`: none"),
     ] = None
     skipped_update: Annotated[
         bool,

@@ -158,7 +158,7 @@ class Batch:
     too_old: int = 0
     """Sequences left out for their policy lag."""
     policy_lag_bound: int | None = None
-    """Bound that left out the newest of them."""
+    """Bound that left out the newest of them; else the largest, if every environment has one."""
     examples: dict[str, str] = field(default_factory=dict)
     faults_by_env: dict[str, Counter[str]] = field(default_factory=dict)
     """Malformed sequences of each environment, by reason."""
@@ -264,7 +264,7 @@ class Batch:
         for env, reasons in other.faults_by_env.items():
             self.faults_by_env.setdefault(env, Counter()).update(reasons)
             self.fault_examples.setdefault(env, other.fault_examples[env])
-        if self.policy_lag_bound is None:
+        if other.too_old and not self.too_old:
             self.policy_lag_bound = other.policy_lag_bound
         self.too_old += other.too_old
         self.groups += other.groups

@@ -268,6 +268,8 @@ class BatchSource:
             # Without a lag bound the age does not matter.
             keep_unknown = self.config.unknown_lag == "keep" or not asked
             lags = leave_out_by_lag(batch, measured, bounds, keep_unknown=keep_unknown)
+            if batch.policy_lag_bound is None and bounds.keys() >= batch.groups_by_env.keys():
+                batch.policy_lag_bound = max(bounds.values(), default=None)
             batch.remark(UNKNOWN_AGE, lags.count(None) if asked else 0)
             self._print_remarks(batch)
             self._warn_of_routing(batch)

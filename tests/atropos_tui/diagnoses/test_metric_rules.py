@@ -226,6 +226,15 @@ def test_a_drift_of_fresh_rollouts_is_the_learning_rate() -> None:
     assert "max_batches_offpolicy" not in found.fix
 
 
+def test_a_lag_that_rises_to_its_bound_is_no_alarm() -> None:
+    """With the shipped settings it rises from 0 to 4 in the first 20 steps, and stays there."""
+
+    def rising(row: dict[str, Any]) -> dict[str, Any]:
+        return {"policy_lag_mean": min(4.0, row["step"] / 5), "policy_lag_bound": 16}
+
+    assert said(changed("step", rising)) == []
+
+
 def test_every_number_rule_is_shown_here() -> None:
     assert {rule.name for rule in METRIC_RULES} == {case[0] for case in CASES}
 

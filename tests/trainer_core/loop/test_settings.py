@@ -326,7 +326,7 @@ def test_max_policy_lag_leaves_old_rollouts_out(
         {},
         {"older than --max-policy-lag 2": 4},
     ]
-    assert [(s.too_old, s.policy_lag_bound) for s in _steps(tmp_path)] == [(0, None)] * 3 + [(4, 2)]
+    assert [(s.too_old, s.policy_lag_bound) for s in _steps(tmp_path)] == [(0, 2)] * 3 + [(4, 2)]
     assert [s.policy_lag_max for s in _steps(tmp_path)] == [0, 1, 2, 1]
     assert "4 sequences left out: older than --max-policy-lag 2" in capsys.readouterr().out
 
