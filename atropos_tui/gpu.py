@@ -58,6 +58,10 @@ class NvidiaDriver:
     cards: list[Card]
 
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+"""CUDA's variable: the GPUs that a process may use, which it counts from 0."""
+
+
 class NoDriverError(Exception):
     """This machine has no usable driver; `refuses`: one is installed, but cannot be opened."""
 
@@ -67,9 +71,9 @@ class NoDriverError(Exception):
 
 
 def given_here() -> str | None:
-    """Return the GPUs that SLURM gave this process, in the form of `CUDA_VISIBLE_DEVICES`; None
-    without a job or GPUs."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES") if "SLURM_JOB_ID" in os.environ else None
+    """Return the GPUs that SLURM or the user gave this process, in the form of
+    `CUDA_VISIBLE_DEVICES`; None: every GPU."""
+    return os.environ.get(VISIBLE) or None
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from atropos_common.system.run_dir import (
 )
 from atropos_tui.cluster.machines import Hosts, allocated, hosts_of
 from atropos_tui.errors import LEAST_FILES, Problem
+from atropos_tui.gpu import VISIBLE, given_here
 from atropos_tui.profile import ports
 from atropos_tui.profile.budget import memory
 from atropos_tui.profile.budget.fit import nearest
@@ -484,6 +485,8 @@ def _gpus(site: Site, machine: Hardware) -> Iterator[Problem]:
                 key=f"vllm.{index}.gpus",
             )
     where = "this machine" if machine.is_here else "that machine"
+    if machine.is_here and (given := given_here()):
+        where = f"{VISIBLE}={given}"
     for key, gpus in wanted.items():
         missing = ", ".join(str(gpu) for gpu in sorted(set(gpus)) if gpu >= present)
         if missing and not present:

@@ -73,7 +73,7 @@ def prepare(stack: StackSpec, spec: ComponentSpec, attempt: int, socket: str, to
     # After the spec's env, so that a profile cannot change the run's markers.
     env |= own
     if spec.gpus and not spec.is_far:
-        # The plan counts the GPUs of this job; CUDA counts those of the node.
+        # The plan counts the GPUs of this shell or job; CUDA counts those of the machine.
         env = gpus_within(env, given_here())
     command = [resolve(part, variables, f"{spec.name}: command") for part in spec.command]
     cwd = resolve(spec.cwd, variables, f"{spec.name}: cwd") if spec.cwd else None

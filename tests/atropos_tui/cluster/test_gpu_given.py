@@ -90,14 +90,20 @@ def test_a_job_counts_the_cards_that_it_was_given(
         assert [card["name"] for card in node_probe._cards()["cards"]] == list(seen)
 
 
-def test_without_a_job_all_cards_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan names the machine's, whatever the shell has set."""
+@pytest.mark.parametrize(
+    ("given", "seen"), [("2", "C"), ("3,1", "DB"), ("", "ABCD"), (None, "ABCD")]
+)
+def test_a_shell_that_shows_some_cards_counts_those(
+    given: str | None, seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others may belong to somebody else."""
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml("ABCD"))
     monkeypatch.setattr(gpu.ctypes, "CDLL", lambda _: None)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
-    assert given_here() is None
-    assert [card.name for card in Nvml(given_here()).read()] == list("ABCD")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert [card.name for card in Nvml(given_here()).read()] == list(seen)
 
 
 class FakeCounters(FakeNvml):

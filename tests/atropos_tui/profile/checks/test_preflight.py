@@ -180,6 +180,14 @@ def test_a_gpu_too_many_is_named() -> None:
     assert not [p for p in found(profile(vllm={"gpus": [1]}), gpus=2) if "gpus" in p.key]
 
 
+def test_a_gpu_that_the_shell_hides_is_named_with_the_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    problem = one(found(profile(vllm={"gpus": [3]}), gpus=1), "vllm.0.gpus")
+    assert problem.reason == "GPU 3 does not exist: CUDA_VISIBLE_DEVICES=3 has GPU 0"
+
+
 @pytest.mark.parametrize(
     ("parallel", "fits"), [(1, True), (2, True), (4, True), (8, True), (3, False), (16, False)]
 )
