@@ -56,6 +56,7 @@ from benchmarks.support.children import (
     Server,
     environment,
     free_ports,
+    visible,
 )
 from benchmarks.support.shapes import SHAPES
 from trainer_core.errors import EngineError, EngineGone
@@ -229,11 +230,8 @@ class Run:
         """The GPUs of all ranks; on a CPU workers and ranks that leave the cores to each other."""
         if self.cpu:
             return {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if self.options.parallel > 1 else {}
-        return {
-            "CUDA_VISIBLE_DEVICES": ",".join(
-                str(self.options.gpu + i) for i in range(self.options.parallel)
-            )
-        }
+        first = self.options.gpu
+        return visible(range(first, first + self.options.parallel))
 
     def run(self) -> None:
         """All of it; `found` grows as it goes."""

@@ -26,7 +26,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.support.children import Child, ChildError, Server, answer, environment, free_ports
+from benchmarks.support.children import (
+    Child,
+    ChildError,
+    Server,
+    answer,
+    environment,
+    free_ports,
+    visible,
+)
 from benchmarks.support.shapes import SHAPES, save_model
 
 START_S = 600.0
@@ -180,7 +188,7 @@ class Bench:
             "--no-enable-prefix-caching",
         ]
         if self.cuda:
-            extra["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + each) for each in range(width))
+            extra |= visible(range(first, first + width))
             flags += ["--kv-cache-memory-bytes", str(4 << 30), "--gpu-memory-utilization", "0.5"]
         else:
             extra["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

@@ -16,14 +16,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from atropos_common.net.http import certificates
+from atropos_tui.gpu import VISIBLE, given_here
 from atropos_tui.profile.ports import is_free
+from atropos_tui.supervisor.processes.process import gpus_within
 
 MARK = "ANSWER "
 TOKEN = "benchmark-0123456789"
@@ -75,8 +77,13 @@ def environment(folder: Path, gpu: int | None, extra: dict[str, str]) -> dict[st
     if gpu is None:
         mine |= {"OMP_NUM_THREADS": "1"}
     else:
-        mine |= {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        mine |= visible([gpu])
     return mine | extra
+
+
+def visible(gpus: Iterable[int]) -> dict[str, str]:
+    """`CUDA_VISIBLE_DEVICES` of a child process for `gpus`, which count those of this process."""
+    return gpus_within({VISIBLE: ",".join(map(str, gpus))}, given_here())
 
 
 def up(profile: object, run_dir: Path, sets: Mapping[str, object] | None = None) -> list[str]:
