@@ -7,6 +7,7 @@ import ctypes
 import os
 import time
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 LIBRARY = "libnvidia-ml.so.1"
@@ -60,6 +61,7 @@ class NvidiaDriver:
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """CUDA's variable: the GPUs that a process may use, which it counts from 0."""
+_UUIDS = ("GPU-", "MIG-")
 
 
 class NoDriverError(Exception):
@@ -71,9 +73,33 @@ class NoDriverError(Exception):
 
 
 def given_here() -> str | None:
-    """Return the GPUs that SLURM or the user gave this process, in the form of
-    `CUDA_VISIBLE_DEVICES`; None: every GPU."""
-    return os.environ.get(VISIBLE) or None
+    """Return the GPUs that SLURM or the user gave this process, as numbers and UUIDs with commas.
+
+    None: every GPU; "": none. As CUDA does, this leaves out what follows an unknown word. A number
+    beyond the GPUs of this machine was meant for the machine around a container, which shows only
+    its own.
+    """
+    value = os.environ.get(VISIBLE)
+    if value is None:
+        return None
+    words = [word.strip() for word in value.split(",")]
+    named = list(takewhile(lambda word: word.isdecimal() or word.startswith(_UUIDS), words))
+    # A job without GPUs of its own.
+    if not named and "SLURM_JOB_ID" in os.environ:
+        return None
+    numbers = [int(word) for word in named if word.isdecimal()]
+    return None if numbers and max(numbers) >= _count(max(numbers) + 1) else ",".join(named)
+
+
+def _count(default: int) -> int:
+    """Return the number of GPUs; `default` without a driver."""
+    every = Nvml()
+    try:
+        return every.count()
+    except NoDriverError:
+        return default
+    finally:
+        every.close()
 
 
 @dataclass(frozen=True)
@@ -111,6 +137,16 @@ class Nvml:
         except Exception:
             self.close()
             raise
+
+    def count(self) -> int:
+        """Return the number of cards.
+
+        Raises:
+            NoDriverError: there is no driver.
+        """
+        if self._library is None:
+            self._open()
+        return len(self._handles)
 
     def driver(self) -> NvidiaDriver:
         """Read versions, and cards with compute capability; 0 bytes where NVML reports none
@@ -165,7 +201,7 @@ class Nvml:
             raise NoDriverError(str(error), refuses=not isinstance(error, absent)) from None
         count = pynvml.nvmlDeviceGetCount()
         every = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
-        self._handles = _chosen(pynvml, every, self._given) if self._given else every
+        self._handles = every if self._given is None else _chosen(pynvml, every, self._given)
         self._nodes = [_node(pynvml, handle) for handle in self._handles]
         self._library = pynvml
 
@@ -263,9 +299,9 @@ def read_driver() -> NvidiaDriver | str | None:
 
 
 def _chosen(library: Any, handles: list[Any], given: str) -> list[Any]:
-    # All cards if one of the given ones does not exist, as in a container that shows only its own.
-    found = []
-    for word in given.split(","):
+    # All cards if one of the given ones is unknown to NVML, such as a slice of a card (MIG).
+    found, words = [], [word for word in given.split(",") if word]
+    for word in words:
         if word.isdecimal():
             found += handles[int(word) : int(word) + 1]
         else:
@@ -273,7 +309,7 @@ def _chosen(library: Any, handles: list[Any], given: str) -> list[Any]:
             found += [
                 each for each, id_ in zip(handles, ids, strict=False) if id_.startswith(word)
             ][:1]
-    return found if len(found) == len(given.split(",")) else handles
+    return found if len(found) == len(words) else handles
 
 
 def _node(library: Any, handle: Any) -> str:

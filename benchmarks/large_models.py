@@ -47,6 +47,7 @@ import httpx
 from atropos_common.protocol.bridge import ROUTING_FLAG, TOKEN_HEADER
 from atropos_common.protocol.record_base import Record, RecordError
 from atropos_common.protocol.records import parse_line
+from atropos_tui.gpu import Nvml, given_here
 from benchmarks.support.checks import Checks
 from benchmarks.support.children import (
     MODE_SERVERS,
@@ -154,21 +155,15 @@ class Devices:
     def __init__(self, indices: list[int]) -> None:
         self.peak, self.base = [0] * len(indices), [0] * len(indices)
         self._stop = threading.Event()
-        self._handles: list[Any] = []
+        self._indices, self._nvml = indices, Nvml(given_here())
         if not indices:
             return
-        import pynvml  # type: ignore[import-untyped,unused-ignore]
-
-        pynvml.nvmlInit()
-        self._nvml, self._handles = (
-            pynvml,
-            [pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices],
-        )
         threading.Thread(target=self._watch, daemon=True).start()
 
     def used(self) -> list[int]:
         """Bytes beyond `base`."""
-        found = [int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in self._handles]
+        cards = self._nvml.read() if self._indices else []
+        found = [cards[index].used for index in self._indices]
         return [used - base for used, base in zip(found, self.base, strict=True)]
 
     def from_here(self) -> None:

@@ -354,14 +354,15 @@ def show_load(bridge: WeightBridge) -> None:
     slots = compat.sequences_at_a_time(bridge.engine)
     bridge.capacity = measure_capacity(bridge.engine, slots)
     ceiling = bridge.capacity.ceiling if bridge.capacity else lambda: None
-    metrics = LoadMetrics(
-        bridge.load,
-        slots,
-        lambda: bridge.state.weight_version,
-        ceiling,
-        lambda: bridge.recomputed_tokens,
-    )
-    REGISTRY.register(metrics)
+    counts = compat.counts_recomputed(bridge.engine)
+
+    def version() -> int | None:
+        return bridge.state.weight_version
+
+    def recomputed() -> int | None:
+        return bridge.capacity.recomputed if bridge.capacity and counts else None
+
+    REGISTRY.register(LoadMetrics(bridge.load, slots, version, ceiling, recomputed))
 
 
 def measure_capacity(engine: Any, slots: int) -> EngineCapacity | None:

@@ -161,7 +161,7 @@ class LoadMetrics:
         slots: int,
         version: Callable[[], int | None],
         capacity: Callable[[], float | None],
-        recomputed: Callable[[], int],
+        recomputed: Callable[[], int | None],
     ) -> None:
         self._load, self._slots, self._version, self._capacity = load, slots, version, capacity
         self._recomputed = recomputed
@@ -176,8 +176,9 @@ class LoadMetrics:
         yield CounterMetricFamily(METRIC_IDLE_S, idle, load.idle_s)
         yield CounterMetricFamily(METRIC_REQUESTS, "Requests for completions.", load.requests)
         yield GaugeMetricFamily(METRIC_SLOTS, slots, self._slots)
-        again = "Tokens whose keys and values were computed again after a weight update."
-        yield CounterMetricFamily(METRIC_RECOMPUTED, again, self._recomputed())
+        if (recomputed := self._recomputed()) is not None:
+            again = "Tokens of preempted sequences, computed again."
+            yield CounterMetricFamily(METRIC_RECOMPUTED, again, recomputed)
         if capacity is not None:
             yield GaugeMetricFamily(METRIC_CAPACITY, tokens, capacity)
         if version is not None:

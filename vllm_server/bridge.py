@@ -144,8 +144,6 @@ class WeightBridge:
         self.spans = SpanStore(config.spans_path)
         self.completions = CompletionStore()
         self.load = ServerLoad()
-        self.recomputed_tokens = 0
-        """Tokens whose keys and values a weight update made the engine compute again."""
 
         # Known only with a running engine: `app.build` and the routes of weights set these.
         self.routing: RoutingStore | None = None
@@ -271,10 +269,7 @@ class WeightBridge:
         # In this order: no token of the new weights may precede their version, and the hold ends
         # once they answer.
         await compat.read_outputs(self.engine)
-        made = compat.tokens_in_flight(self.engine)
-        if not self.history.keeps_cache:
-            self.recomputed_tokens += compat.computed_tokens(self.engine)
-        self.history.change(version, time.monotonic(), made)
+        self.history.change(version, time.monotonic(), compat.tokens_in_flight(self.engine))
         await self._go_on()
         self.state.resume(version)
         self._disarm_lease()

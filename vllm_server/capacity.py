@@ -216,6 +216,8 @@ class Step:
     """Unfinished sequences after it; None: tokens alone, and no step."""
     waiting: int | None
     kv_use: float | None
+    recomputed: int = 0
+    """Tokens of preempted sequences whose keys and values are computed again."""
 
 
 class EngineCapacity:
@@ -229,6 +231,8 @@ class EngineCapacity:
         self._ended: dict[int, float | None] = {}
         self.generated = 0
         """Tokens since the server started."""
+        self.recomputed = 0
+        """Tokens of preempted sequences whose keys and values were computed again."""
         # Tokens, and steps of a sequence, since then.
         self._made = self._ran = 0
         self._last: dict[int, Step] = {}
@@ -236,6 +240,7 @@ class EngineCapacity:
     def step(self, step: Step) -> None:
         now, before = self._clock(), self._ended.get(step.engine)
         self.generated += step.tokens
+        self.recomputed += step.recomputed
         self._made += step.tokens
         if step.running is None:
             return  # held tokens that are released at a pause: no step of the engine

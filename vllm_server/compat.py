@@ -77,7 +77,10 @@ class _StepLogger:
             self._hear(Step(engine_idx, tokens, None, None, None))
             return
         running, waiting = stats.num_running_reqs, stats.num_waiting_reqs
-        self._hear(Step(engine_idx, tokens, running, waiting, stats.kv_cache_usage))
+        cache = getattr(stats, "prefix_cache_stats", None)
+        # Preempted sequences that run again, less what the cache still has of them.
+        again = getattr(cache, "preempted_queries", 0) - getattr(cache, "preempted_hits", 0)
+        self._hear(Step(engine_idx, tokens, running, waiting, stats.kv_cache_usage, again))
 
     def _ignore(self, *_: Any, **__: Any) -> None:
         pass
@@ -94,6 +97,11 @@ def sequences_at_a_time(engine: Any) -> int:
     mode = getattr(compilation, "cudagraph_mode", None)
     graphs = graphs if getattr(mode, "name", "NONE") != "NONE" else None
     return min(most, int(graphs)) if graphs else most
+
+
+def counts_recomputed(engine: Any) -> bool:
+    """Return True if the statistics have the tokens that are computed again."""
+    return bool(engine.vllm_config.cache_config.enable_prefix_caching)
 
 
 def hear_steps(engine: Any, hear: Callable[[Step], None]) -> bool:
@@ -283,19 +291,6 @@ def tokens_in_flight(engine: Any) -> dict[str, int]:
             if state.detokenizer is not None  # None: a pooling request
         }
     return {}
-
-
-def computed_tokens(engine: Any) -> int:
-    """Return the tokens, prompts included, of the requests that have begun; 0 if vLLM hides
-    them."""
-    states = getattr(getattr(engine, "output_processor", None), "request_states", {})
-    with contextlib.suppress(AttributeError):
-        return sum(
-            state.prompt_len + made
-            for state in states.values()
-            if state.detokenizer and (made := state.detokenizer.num_output_tokens())
-        )
-    return 0
 
 
 async def read_outputs(engine: Any) -> None:

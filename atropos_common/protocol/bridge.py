@@ -53,7 +53,8 @@ METRIC_IDLE_S, METRIC_REQUESTS, METRIC_SLOTS = (
 METRIC_CAPACITY = "atropos:capacity_tokens_per_second"
 """The engine's largest token rate; missing while it is unknown."""
 METRIC_RECOMPUTED = "atropos:recomputed_tokens_total"
-"""Tokens whose keys and values were computed again after a weight update."""
+"""Tokens of preempted sequences whose keys and values were computed again: after a weight update,
+or for want of cache. Missing without a prefix cache."""
 METRIC_VERSION = "atropos:weight_version"
 """Answering weight version; missing before the first."""
 LOAD_PATH = "/engine/load"

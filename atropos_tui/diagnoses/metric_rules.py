@@ -148,8 +148,8 @@ def _at(record: EvalRecord) -> str:
 
 
 def lag_grows(steps: Sequence[StepRecord]) -> str | None:
-    """Apply if the mean lag of the last block is high and well above the block before, and no bound
-    ends that."""
+    """Apply if the lag has no bound, and its mean in the last block is high and well above the
+    block before."""
     # With a bound the lag rises from 0 at the start, while completions in flight become more.
     if len(steps) < 2 * BLOCK or steps[-1].policy_lag_bound is not None:
         return None

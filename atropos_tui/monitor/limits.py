@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from atropos_common.protocol.control import ComponentStatus, Role, RunStatus
@@ -48,8 +48,11 @@ PER_GPU_MODES = ("shared_vllm", "none")
 HARDLY_BUSY, BUSY_S = 0.5, 60.0
 # Most engines that the advice names for a GPU: each takes a CPU core and a set of weights.
 MOST_PER_GPU = 4
-# Tokens computed again after a weight update, for each new token, above which that is the advice.
-MUCH_AGAIN, AGAIN_S = 1.0, 60.0
+# Tokens computed again for each new token above which `in_flight = "reuse"` is the advice, over so
+# many seconds.
+MUCH_AGAIN, AGAIN_S = 1.0, 180.0
+# Modes in which a weight update pauses completions, and may make the engine compute them again.
+PAUSING_MODES = ("shared_vllm", "broadcast", "none")
 # Modes in which trainer and engine use the same GPUs.
 SHARED_MODES = ("shared_vllm",)
 
@@ -76,7 +79,8 @@ class Rates:
     flow: EnvFlow | None = None
     """Environment that the others wait for."""
     again: float = 0.0
-    """Tokens that its engines compute again after weight updates, for each new one."""
+    """Tokens that its engines compute again after weight updates, for each new one; 0 if that
+    cannot be changed."""
 
     @property
     def engine_has_room(self) -> bool:
@@ -168,17 +172,24 @@ def limit(run: Run) -> Limit | None:
     found = rates(run.state, run.now)
     if found is None:
         return None
+    if run.status.mode not in PAUSING_MODES or run.option(Role.TRAINER, "--in-flight") == "reuse":
+        found = replace(found, again=0.0)
     # waiting + idle - 1 is the least share of the time in which trainer and engine both wait.
     if found.waiting + found.idle - 1.0 >= BOTH_WAIT:
         return _by_supply(run, found)
-    engine_is_full = found.has_engine_queue or found.again >= MUCH_AGAIN
-    if engine_is_full and found.waiting >= HARDLY_WAITS:
+    if (found.has_engine_queue or _computes_again(found)) and found.waiting >= HARDLY_WAITS:
         return _by_engine(run, found)
     if found.waiting >= WAITS and found.engine_has_room:
         return _by_supply(run, found)
     if found.idle < IDLES:
         return _by_engine(run, found) if found.waiting >= WAITS else None
     return _by_training(run, found) if found.waiting < HARDLY_WAITS else _by_turns(run, found)
+
+
+def _computes_again(found: Rates) -> bool:
+    """Return True if a busy engine computes more tokens again than it generates."""
+    outside = _outside(found.flow) or 0.0
+    return found.again >= MUCH_AGAIN and found.idle < IDLES and outside < MOSTLY_OUTSIDE
 
 
 # Limit: the environment sends too few requests.

@@ -364,8 +364,9 @@ class EngineSection(ComponentOptions):
     port: Port = 9001
     """Port on this machine; several servers have consecutive ports from here."""
     gpus: list[GpuIndex] = Field(default_factory=list)
-    """GPUs by index; empty: all that the process sees. More GPUs than one engine needs make several
-    engines. With `node`: GPUs of each of its machines; empty: those that no other section names."""
+    """GPUs by index within CUDA_VISIBLE_DEVICES; empty: all that the process sees. More GPUs than
+    one engine needs make several engines. With `node`: GPUs of each of its machines; empty: those
+    that no other section names."""
     tensor_parallel: int = Field(1, ge=1, le=MOST_RANKS)
     """GPUs that share one copy of the model."""
     machines: int | None = Field(None, ge=1, le=MOST_NODES)

@@ -124,7 +124,7 @@ ENGINE_TOTAL_FIELDS: Sequence[Field] = (
     (
         "recomputed_tokens",
         "engine_recomputed_tokens",
-        "Tokens whose keys and values were computed again after a weight update.",
+        "Tokens of preempted sequences, computed again.",
     ),
 )
 ENV_FIELDS: Sequence[Field] = (

@@ -25,6 +25,7 @@ import aiohttp
 import psutil
 
 from atropos_common.protocol.bridge import ARRAYS, FORM_HEADER
+from atropos_tui.gpu import Nvml, given_here
 from benchmarks.support.checks import Checks
 from benchmarks.support.children import TOKEN, Server, environment, free_ports
 
@@ -67,16 +68,6 @@ def cpu_s(servers: list[Server]) -> dict[str, float]:
     return used
 
 
-def busy_percent(gpu: int | None) -> int | None:
-    """Return the share of the last moment in which the GPU computed."""
-    if gpu is None:
-        return None
-    import pynvml
-
-    pynvml.nvmlInit()
-    return int(pynvml.nvmlDeviceGetUtilizationRates(pynvml.nvmlDeviceGetHandleByIndex(gpu)).gpu)
-
-
 async def generated(session: aiohttp.ClientSession, server: Server) -> float:
     """Return the tokens that a server has generated since its start."""
     async with session.get(f"{server.url}/metrics") as answer:
@@ -109,7 +100,7 @@ async def keep_asking(
 
 async def measure(servers: list[Server], sequences: int, asked: argparse.Namespace) -> Row:
     """Load `servers` with `sequences` in all, and measure for `--seconds`."""
-    gpu = None if asked.cpu else asked.gpu
+    gpu, cards = None if asked.cpu else asked.gpu, Nvml(given_here())
     groups = max(1, sequences // GROUP // len(servers))
     async with aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(300),
@@ -126,7 +117,7 @@ async def measure(servers: list[Server], sequences: int, asked: argparse.Namespa
         used, busy = cpu_s(servers), []
         while time.perf_counter() < began + asked.seconds:
             await asyncio.sleep(0.5)
-            busy.append(busy_percent(gpu))
+            busy.append(None if gpu is None else cards.read()[gpu].utilization)
             if failed := next((task for task in tasks if task.done()), None):
                 failed.result()
         after, now = [await generated(session, each) for each in servers], cpu_s(servers)

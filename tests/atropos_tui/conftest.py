@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from atropos_tui.cli import main
+from atropos_tui.gpu import VISIBLE
 from atropos_tui.profile.budget import inventory
 
 
@@ -17,6 +18,14 @@ def _one_parser() -> Iterator[None]:
     test's own process, and thousands do. Parsing does not change a parser."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(main, "build_parser", functools.cache(main.build_parser))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _all_gpus() -> Iterator[None]:
+    """The tests name GPUs of machines that they make up."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(VISIBLE, raising=False)
         yield
 
 

@@ -485,11 +485,15 @@ def _gpus(site: Site, machine: Hardware) -> Iterator[Problem]:
                 key=f"vllm.{index}.gpus",
             )
     where = "this machine" if machine.is_here else "that machine"
-    if machine.is_here and (given := given_here()):
+    given = given_here() if machine.is_here else None
+    if given is not None:
         where = f"{VISIBLE}={given}"
     for key, gpus in wanted.items():
         missing = ", ".join(str(gpu) for gpu in sorted(set(gpus)) if gpu >= present)
-        if missing and not present:
+        if missing and given == "":
+            reason = f"GPU {missing} does not exist: {VISIBLE} is set, and shows no GPU"
+            yield Problem(reason, f"unset {VISIBLE}; {ON_THE_CPU}", key=key)
+        elif missing and not present:
             reason = f"GPU {missing} does not exist: no NVIDIA driver answers on this machine"
             yield Problem(reason, f"run it on a machine with GPUs; {ON_THE_CPU}", key=key)
         elif missing:

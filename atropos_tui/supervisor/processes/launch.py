@@ -11,7 +11,7 @@ from pathlib import Path
 
 from atropos_common.system import run_dir
 from atropos_common.system.files import scratch_below
-from atropos_tui.gpu import given_here
+from atropos_tui.gpu import VISIBLE, given_here
 from atropos_tui.profile import redact
 from atropos_tui.profile.spec import ComponentSpec, StackSpec, expand, references
 from atropos_tui.supervisor.processes import procfs
@@ -74,7 +74,9 @@ def prepare(stack: StackSpec, spec: ComponentSpec, attempt: int, socket: str, to
     env |= own
     if spec.gpus and not spec.is_far:
         # The plan counts the GPUs of this shell or job; CUDA counts those of the machine.
-        env = gpus_within(env, given_here())
+        given = given_here()
+        _check_gpus(spec, given)
+        env = gpus_within(env, given)
     command = [resolve(part, variables, f"{spec.name}: command") for part in spec.command]
     cwd = resolve(spec.cwd, variables, f"{spec.name}: cwd") if spec.cwd else None
     if not spec.is_far:
@@ -88,6 +90,17 @@ def prepare(stack: StackSpec, spec: ComponentSpec, attempt: int, socket: str, to
     if spec.scratch and not spec.is_far:
         scratch, env = scratch_below(env, scratch_name(token, spec.name, attempt))
     return Launch(command, env, cwd, paths, creates, scratch)
+
+
+def _check_gpus(spec: ComponentSpec, given: str | None) -> None:
+    if given is None or max(spec.gpus) < (
+        shown := len([word for word in given.split(",") if word])
+    ):
+        return
+    raise LaunchError(
+        f"{spec.name}: GPU {max(spec.gpus)} does not exist: {VISIBLE}={given} shows {shown}",
+        f"use lower numbers in gpus, or set {VISIBLE} to more GPUs",
+    )
 
 
 def _check_here(program: str, cwd: str | None, path: str | None, name: str) -> None:

@@ -44,7 +44,7 @@ class LaunchError(ValueError):
 
 
 def gpus_within(env: Mapping[str, str], given: str | None) -> dict[str, str]:
-    """Map GPU numbers to the GPUs that a batch system has assigned."""
+    """Map GPU numbers to the GPUs that a batch system or the user's shell shows."""
     name, there = "CUDA_VISIBLE_DEVICES", (given or "").split(",")
     # Values that are no plain numbers, such as UUIDs, stay as they are.
     wanted = env.get(name, "").split(",")

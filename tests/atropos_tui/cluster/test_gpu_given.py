@@ -13,6 +13,9 @@ from atropos_tui import gpu
 from atropos_tui.cluster import node_probe
 from atropos_tui.gpu import Nvml, given_here
 from atropos_tui.profile.budget.inventory import read_machine
+from atropos_tui.profile.spec import ComponentSpec, StackSpec
+from atropos_tui.supervisor.processes.launch import prepare
+from atropos_tui.supervisor.processes.process import LaunchError
 
 
 class FakeNvml(SimpleNamespace):
@@ -91,7 +94,19 @@ def test_a_job_counts_the_cards_that_it_was_given(
 
 
 @pytest.mark.parametrize(
-    ("given", "seen"), [("2", "C"), ("3,1", "DB"), ("", "ABCD"), (None, "ABCD")]
+    ("given", "seen"),
+    [
+        ("2", "C"),
+        ("3,1", "DB"),
+        ("2, 3", "CD"),
+        ("3,", "D"),
+        ("GPU-B", "B"),
+        ("1,x,2", "B"),  # as CUDA: nothing behind an unknown word
+        ("", ""),
+        ("-1", ""),
+        (None, "ABCD"),
+        ("4,5", "ABCD"),  # a container shows its own, and what is set was for the machine around it
+    ],
 )
 def test_a_shell_that_shows_some_cards_counts_those(
     given: str | None, seen: str, monkeypatch: pytest.MonkeyPatch
@@ -104,6 +119,23 @@ def test_a_shell_that_shows_some_cards_counts_those(
     if given is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     assert [card.name for card in Nvml(given_here()).read()] == list(seen)
+    stack = StackSpec(run_id="r", name="s", mode="none", run_dir="/tmp/run", components=[])
+    for number in range(5):
+        spec = ComponentSpec(
+            name="vllm",
+            command=[sys.executable],
+            gpus=[number],
+            env={"CUDA_VISIBLE_DEVICES": str(number)},
+        )
+        if seen == "ABCD":
+            started = prepare(stack, spec, 1, "", "").env["CUDA_VISIBLE_DEVICES"]
+            assert started == str(number), "a plan for more GPUs is refused before"
+        elif number < len(seen):
+            started = prepare(stack, spec, 1, "", "").env["CUDA_VISIBLE_DEVICES"]
+            assert started in (str(ord(seen[number]) - ord("A")), f"GPU-{seen[number]}")
+        else:
+            with pytest.raises(LaunchError, match=f"GPU {number} does not exist: CUDA_VISIBLE"):
+                prepare(stack, spec, 1, "", "")
 
 
 class FakeCounters(FakeNvml):

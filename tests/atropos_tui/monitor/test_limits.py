@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from atropos_common.protocol.control import GpuStatus, Role
-from atropos_common.protocol.records import EngineGauges
+from atropos_common.protocol.records import EngineGauges, GaugesRecord
 from atropos_tui.monitor.run.run_files import PlannedComponent
 from tests.atropos_tui.monitor.test_verdict import INFO, NOW, flow, said
 
@@ -43,24 +44,50 @@ def test_an_engine_that_leaves_its_gpu_idle_needs_a_second_one_beside_it(
     assert ("per_gpu" in found.do) is advised
 
 
+AGAIN = {"generated_tokens": 5_000, "recomputed_tokens": 1_000, "weight_version": 7}
+
+
+def _over_30_s(again: float | None, versions: int, **fields: Any) -> list[GaugesRecord]:
+    """An engine that made 10,000 tokens, and computed `again` more than once."""
+    last = flow(0.7, fields.pop("idle", 0.0), capacity_used=0.5, **fields)
+    counted = None if again is None else 1_000 + again
+    now = {"generated_tokens": 15_000, "recomputed_tokens": counted, "weight_version": 7 + versions}
+    first = EngineGauges(**(AGAIN if again is not None else AGAIN | {"recomputed_tokens": None}))
+    return [
+        last.model_copy(update={"time": NOW - 30, "engines": {"vllm": first}}),
+        last.model_copy(update={"engines": {"vllm": EngineGauges(**now)}}),
+    ]
+
+
+REUSE = 'in_flight = "reuse" (keys and values of 2.3 tokens are computed again'
+
+
 @pytest.mark.parametrize(
-    ("again", "advised"), [(23_000, True), (4_000, False), (0, False), (None, False)]
+    ("again", "versions", "advised"),
+    [(23_000, 20, True), (4_000, 20, False), (0, 20, False), (None, 20, False), (23_000, 1, False)],
 )
 def test_an_engine_that_mostly_computes_tokens_again_should_reuse_them(
-    again: float | None, advised: bool
+    again: float | None, versions: int, advised: bool
 ) -> None:
-    last = flow(0.7, 0.0, capacity_used=0.5)
-    first = {"vllm": EngineGauges(generated_tokens=5_000, recomputed_tokens=again and 1_000)}
-    now = {"vllm": EngineGauges(generated_tokens=15_000, recomputed_tokens=again and 1_000 + again)}
-    found = said(
-        last.model_copy(update={"time": NOW - 30, "engines": first}),
-        last.model_copy(update={"engines": now}),
-    )
-    by = "engine" if advised else "environment"  # which would only be right for an engine with room
+    found = said(*_over_30_s(again, versions), mode="broadcast")
+    by = "engine" if advised else "environment"  # right only for an engine with room
     assert found.what.startswith(f"limited by the {by}"), found
-    advice = 'in_flight = "reuse" (keys and values of 2.3 tokens are computed again'
-    assert (advice in found.do) is advised, found.do
+    assert (REUSE in found.do) is advised, found.do
     assert ("in_flight" in found.do) is advised
+
+
+def test_what_is_computed_again_does_not_hide_another_limit() -> None:
+    outside = {"busy_workers": 8.0, "max_workers": 8, "group_size": 8, "in_engine": 2.0}
+    slow = said(*_over_30_s(23_000, 20, **outside), mode="broadcast")
+    assert slow.what.startswith("limited by the environment") and "in_flight" not in slow.do
+    idle = said(*_over_30_s(23_000, 20, idle=0.4), mode="broadcast")
+    assert not idle.what.startswith("limited by the engine")
+    swapped = said(*_over_30_s(23_000, 20), mode="lora_only")
+    assert "in_flight" not in swapped.text, "adapters are swapped without a pause"
+    trainer = PlannedComponent("trainer", Role.TRAINER, command=("trainer", "--in-flight", "reuse"))
+    info = replace(INFO, components=[trainer, *INFO.components])
+    reused = said(*_over_30_s(23_000, 20), mode="broadcast", info=info)
+    assert "in_flight" not in reused.text, "it does already: the cache is too small"
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,10 @@ def test_a_gpu_that_the_shell_hides_is_named_with_the_variable(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     problem = one(found(profile(vllm={"gpus": [3]}), gpus=1), "vllm.0.gpus")
     assert problem.reason == "GPU 3 does not exist: CUDA_VISIBLE_DEVICES=3 has GPU 0"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    problem = one(found(profile(vllm={"gpus": [3]}), gpus=0), "vllm.0.gpus")
+    assert problem.reason == "GPU 3 does not exist: CUDA_VISIBLE_DEVICES is set, and shows no GPU"
+    assert problem.fix.startswith("unset CUDA_VISIBLE_DEVICES")
 
 
 @pytest.mark.parametrize(
