@@ -13,6 +13,7 @@ from typing import Any
 import trainer_core.loop as loop
 from tests.trainer_core.offline_runs import group_of, offline_config
 from trainer_core import Stopped, train
+from trainer_core.checkpoints.saving import BackgroundSave
 from trainer_core.errors import ApiError, RankGone, TrainerError
 from trainer_core.ranks.world import on_every_rank, own_rank
 from trainer_core.report import Callback, StepReport
@@ -84,11 +85,16 @@ def run(folder: Path, how: str) -> int:
         loop.Run.write = dying_before(loop.Run.write, 2)  # type: ignore[method-assign]
     elif how == "killed in save":
         loop.checkpoint.save_step = dying_before(loop.checkpoint.save_step, 2)
+    elif how == "killed in background save":
+        BackgroundSave._run = dying_before(BackgroundSave._run, 2)  # type: ignore[method-assign]
     elif how == "raises" and own_rank():
         loop.Run.accumulate = lambda *_: [][0]  # type: ignore[method-assign]
     source = Waits(folder, broken=how == "broken")
     config = offline_config(
-        folder / "tiny", folder, checkpoint_interval=0 if how in ("stop", "broken") else 1
+        folder / "tiny",
+        folder,
+        checkpoint_interval=0 if how in ("stop", "broken") else 1,
+        checkpoint_in_background=how != "killed in save",
     )
     try:
         result = train(config, rollouts=source, stop=stop, callbacks=callbacks)

@@ -177,7 +177,7 @@ def test_an_error_of_rank_0_is_one_of_all_and_no_step_is_lost(folder: Path) -> N
         "in forward",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("waiting", "in publish", "in save")
+            for name in ("waiting", "in publish", "in save", "in background save")
         ),
     ],
 )
