@@ -1,4 +1,4 @@
-"""NVML, the NVIDIA driver's library; no other module opens it."""
+"""GPUs that this process may use, and NVML, the driver's library, which no other module opens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
@@ -89,6 +90,16 @@ def given_here() -> str | None:
         return None
     numbers = [int(word) for word in named if word.isdecimal()]
     return None if numbers and max(numbers) >= _count(max(numbers) + 1) else ",".join(named)
+
+
+def gpus_within(env: Mapping[str, str], given: str | None) -> dict[str, str]:
+    """Map GPU numbers to the GPUs that a batch system or the user's shell shows."""
+    there = (given or "").split(",")
+    # Values that are no plain numbers, such as UUIDs, stay as they are.
+    wanted = env.get(VISIBLE, "").split(",")
+    if not given or not all(each.isdecimal() and int(each) < len(there) for each in wanted):
+        return dict(env)
+    return {**env, VISIBLE: ",".join(there[int(each)] for each in wanted)}
 
 
 def _count(default: int) -> int:
@@ -300,7 +311,7 @@ def read_driver() -> NvidiaDriver | str | None:
 
 def _chosen(library: Any, handles: list[Any], given: str) -> list[Any]:
     # All cards if one of the given ones is unknown to NVML, such as a slice of a card (MIG).
-    found, words = [], [word for word in given.split(",") if word]
+    found, words = [], given.split(",") if given else []
     for word in words:
         if word.isdecimal():
             found += handles[int(word) : int(word) + 1]

@@ -231,10 +231,10 @@ class EngineCapacity:
         self._ended: dict[int, float | None] = {}
         self.generated = 0
         """Tokens since the server started."""
-        self.recomputed = 0
-        """Tokens of preempted sequences whose keys and values were computed again."""
         # Tokens, and steps of a sequence, since then.
         self._made = self._ran = 0
+        self.recomputed = 0
+        """Tokens of preempted sequences whose keys and values were computed again."""
         self._last: dict[int, Step] = {}
 
     def step(self, step: Step) -> None:

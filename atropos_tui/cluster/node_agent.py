@@ -25,12 +25,13 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from atropos_common.system.files import scratch_below
 from atropos_common.system.run_dir import ENV_CONTROL_SOCKET, LONGEST_SOCKET
 from atropos_tui.cluster.frames import Connection, Frame
 from atropos_tui.cluster.outbox import Channels, Heartbeats, Outbox
+from atropos_tui.gpu import VISIBLE, Nvml, gpus_within
 from atropos_tui.profile import redact
 from atropos_tui.supervisor import bare
 from atropos_tui.supervisor.journal.tracker import Tracker, UseMeter
@@ -43,14 +44,10 @@ from atropos_tui.supervisor.processes.process import (
     become_subreaper,
     end_set,
     end_words,
-    gpus_within,
     make_scratch,
     remove_files,
     spawn,
 )
-
-if TYPE_CHECKING:
-    from atropos_tui.gpu import Nvml
 
 ARGUMENTS = bare(__name__)
 """Arguments for the Python of the node."""
@@ -76,7 +73,7 @@ def environment(job: Mapping[str, Any], here: Mapping[str, str]) -> dict[str, st
         for name, value in here.items()
         if redact.goes_to(name, job["role"]) and not name.startswith("ATROPOS_")
     }
-    env: dict[str, str] = {**own, **gpus_within(job["env"], own.get("CUDA_VISIBLE_DEVICES"))}
+    env: dict[str, str] = {**own, **gpus_within(job["env"], own.get(VISIBLE))}
     if job["path"]:
         parts = f"{job['path']}:{own.get('PATH') or os.defpath}".split(":")
         env["PATH"] = ":".join(dict.fromkeys(part for part in parts if part))
@@ -291,11 +288,8 @@ class NodeAgent:
         if self._driver is None:
             # The agent runs with -S, without site-packages: pynvml's folder comes with the job.
             sys.path.append(self._job["packages"])
-            from atropos_tui.gpu import Nvml
-
-            self._driver = Nvml(
-                os.environ.get("CUDA_VISIBLE_DEVICES")
-            )  # the same numbering as in `environment`
+            # The same numbering as in `environment`.
+            self._driver = Nvml(os.environ.get(VISIBLE) or None)
         try:
             cards = self._driver.read()
         except Exception:  # no driver, or a broken one: report nothing

@@ -152,10 +152,7 @@ def rates(state: RunState, now: float) -> Rates | None:
         }
         if known:
             env, flow = max(known.items(), key=lambda item: _rank(item[1]))
-            again = state.gauges.recomputed(_engines([flow.engine]), AGAIN_S) or 0.0
-            return Rates(
-                flow.waiting or 0.0, flow.idle or 0.0, flow.capacity_used, env, flow, again
-            )
+            return Rates(flow.waiting or 0.0, flow.idle or 0.0, flow.capacity_used, env, flow)
     speed = pace(state, None, window=STEPS)
     if speed.waiting is None or speed.engine_idle is None:
         return None
@@ -172,8 +169,7 @@ def limit(run: Run) -> Limit | None:
     found = rates(run.state, run.now)
     if found is None:
         return None
-    if run.status.mode not in PAUSING_MODES or run.option(Role.TRAINER, "--in-flight") == "reuse":
-        found = replace(found, again=0.0)
+    found = replace(found, again=_again(run, found.flow))
     # waiting + idle - 1 is the least share of the time in which trainer and engine both wait.
     if found.waiting + found.idle - 1.0 >= BOTH_WAIT:
         return _by_supply(run, found)
@@ -184,6 +180,14 @@ def limit(run: Run) -> Limit | None:
     if found.idle < IDLES:
         return _by_engine(run, found) if found.waiting >= WAITS else None
     return _by_training(run, found) if found.waiting < HARDLY_WAITS else _by_turns(run, found)
+
+
+def _again(run: Run, flow: EnvFlow | None) -> float:
+    """Return `Rates.again`."""
+    reuses = run.option(Role.TRAINER, "--in-flight") == "reuse"
+    if flow is None or reuses or run.status.mode not in PAUSING_MODES:
+        return 0.0
+    return run.state.gauges.recomputed(_engines([flow.engine]), AGAIN_S) or 0.0
 
 
 def _computes_again(found: Rates) -> bool:

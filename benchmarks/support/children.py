@@ -23,9 +23,8 @@ from typing import Any
 import httpx
 
 from atropos_common.net.http import certificates
-from atropos_tui.gpu import VISIBLE, given_here
+from atropos_tui.gpu import VISIBLE, given_here, gpus_within
 from atropos_tui.profile.ports import is_free
-from atropos_tui.supervisor.processes.process import gpus_within
 
 MARK = "ANSWER "
 TOKEN = "benchmark-0123456789"

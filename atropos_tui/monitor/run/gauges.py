@@ -15,7 +15,7 @@ from atropos_common.protocol.records import GaugesRecord, HostUse
 # record before the newest hour is dropped, as in the file.
 KEPT, NEWEST = 1440, 720
 RATE_WINDOW_S = 15.0  # window for rates of counters
-UPDATES = 2  # weight updates in a window without which the rate of their work is unknown
+LEAST_UPDATES = 2  # weight updates in a window without which the rate of their work is unknown
 OTHER = "other"
 
 
@@ -67,7 +67,7 @@ class GaugeHistory:
 
     def recomputed(self, engines: Iterable[str], seconds: float) -> float | None:
         """Return the tokens that `engines` computed again for each new one over the newest
-        `seconds`; None if unknown, or if they took fewer than two weight versions in that time."""
+        `seconds`; None if unknown, or with fewer than `LEAST_UPDATES` weight versions in them."""
         end = self.last.time if self.last else 0.0
         inside = list(takewhile(lambda old: old.time >= end - seconds, reversed(self.samples)))
         again = new = 0.0
@@ -78,7 +78,7 @@ class GaugeHistory:
             more = _grown(seen[-1].recomputed_tokens, seen[0].recomputed_tokens)
             generated = _grown(seen[-1].generated_tokens, seen[0].generated_tokens)
             versions = _grown(seen[-1].weight_version, seen[0].weight_version)
-            if more is None or generated is None or versions is None or versions < UPDATES:
+            if more is None or generated is None or versions is None or versions < LEAST_UPDATES:
                 return None
             again, new = again + more, new + generated
         return again / new if new else None

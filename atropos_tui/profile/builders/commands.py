@@ -11,6 +11,7 @@ from atropos_common.net.ports import is_loopback
 from atropos_common.system.run_dir import (
     ENV_NODE_ADDRESS,
 )
+from atropos_tui.gpu import VISIBLE
 from atropos_tui.profile.placement import Placement
 from atropos_tui.profile.sections import (
     ComponentOptions,
@@ -107,7 +108,7 @@ def tracking_variables(
 
 
 def gpu_variables(gpus: list[int]) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+    return {VISIBLE: ",".join(map(str, gpus))} if gpus else {}
 
 
 def is_interpreter(program: str) -> bool:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from atropos_common.system import run_dir
 from atropos_common.system.files import scratch_below
-from atropos_tui.gpu import VISIBLE, given_here
+from atropos_tui.gpu import VISIBLE, given_here, gpus_within
 from atropos_tui.profile import redact
 from atropos_tui.profile.spec import ComponentSpec, StackSpec, expand, references
 from atropos_tui.supervisor.processes import procfs
-from atropos_tui.supervisor.processes.process import LaunchError, gpus_within
+from atropos_tui.supervisor.processes.process import LaunchError
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,10 @@ def prepare(stack: StackSpec, spec: ComponentSpec, attempt: int, socket: str, to
 
 
 def _check_gpus(spec: ComponentSpec, given: str | None) -> None:
-    if given is None or max(spec.gpus) < (
-        shown := len([word for word in given.split(",") if word])
-    ):
+    if given is None:
+        return
+    shown = len(given.split(",")) if given else 0
+    if max(spec.gpus) < shown:
         return
     raise LaunchError(
         f"{spec.name}: GPU {max(spec.gpus)} does not exist: {VISIBLE}={given} shows {shown}",

@@ -43,16 +43,6 @@ class LaunchError(ValueError):
         self.fix = fix
 
 
-def gpus_within(env: Mapping[str, str], given: str | None) -> dict[str, str]:
-    """Map GPU numbers to the GPUs that a batch system or the user's shell shows."""
-    name, there = "CUDA_VISIBLE_DEVICES", (given or "").split(",")
-    # Values that are no plain numbers, such as UUIDs, stay as they are.
-    wanted = env.get(name, "").split(",")
-    if not given or not all(each.isdecimal() and int(each) < len(there) for each in wanted):
-        return dict(env)
-    return {**env, name: ",".join(there[int(each)] for each in wanted)}
-
-
 def make_scratch(folder: Path | None) -> None:
     """Create a folder for temporary files.
 

@@ -17,6 +17,7 @@ from atropos_common.system.run_dir import (
 from atropos_tui.cli.main import run
 from atropos_tui.cluster.machines import Hosts, expand_hosts, hosts_of, lacking
 from atropos_tui.cluster.node_agent import environment
+from atropos_tui.gpu import gpus_within
 from atropos_tui.profile.budget import memory
 from atropos_tui.profile.budget.inventory import named_machine
 from atropos_tui.profile.checks.consistency import check_profile
@@ -25,7 +26,6 @@ from atropos_tui.profile.plan import stack_of
 from atropos_tui.profile.profile import Profile, load_profile, parse_profile
 from atropos_tui.profile.site import make_site, trainer_placements, trainer_ranks
 from atropos_tui.profile.spec import ComponentSpec, HttpCheck
-from atropos_tui.supervisor.processes.process import gpus_within
 
 RUN_DIR = Path("/runs/r")
 SSH = {"launcher": "ssh"}

@@ -681,9 +681,7 @@ def test_of_two_environments_the_one_that_a_batch_waits_for_is_the_limit() -> No
         for name, awaited in (("fast", 0.0), ("judge", 0.9))
     }
     state: Any = SimpleNamespace(
-        gauges=SimpleNamespace(
-            last=SimpleNamespace(time=NOW, flows=flows), recomputed=lambda *_: None
-        )
+        gauges=SimpleNamespace(last=SimpleNamespace(time=NOW, flows=flows))
     )
     found = limits.rates(state, NOW)
     assert found is not None and found.env == "judge"
