@@ -95,7 +95,7 @@ cluster-tools: install
 	[ -z "$$missing" ] || { [ "$$(id -u)" = 0 ] && apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive \
 	  apt-get install -qq -y --no-install-recommends slurm-wlm munge openssh-server openssh-client; } \
 	  || { echo "slurm-wlm, munge and openssh-server are needed: apt-get install them, as root"; exit 1; }
-	@$(BIN)/python -c "import ray" 2>/dev/null || $(BIN)/python -m pip install --quiet "ray>=2.50"
+	@$(BIN)/python -c "import ray" 2>/dev/null || $(BIN)/python -m pip install --quiet "ray>=2.54"
 
 READABLE := tools tests benchmarks docs README.md CONTRIBUTING.md SECURITY.md CHANGELOG.md \
   atropos_api atropos_common atropos_envs atropos_tui trainer_core vllm_server

@@ -79,7 +79,8 @@ def read_split(folder: str, split: str) -> list[MathProblem]:
     """
     path = Path(folder) / f"{split}.jsonl"
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not `splitlines`, which also splits at U+2028 and U+0085 inside JSON strings.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
         needed = "--env.dataset_path needs train.jsonl and test.jsonl"
         raise EnvFault(f"{path}: no such file; {needed}", exit_code=2) from None

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainer_core.errors import CallbackError as CallbackError
     from trainer_core.errors import EngineError as EngineError
     from trainer_core.errors import EngineGone as EngineGone
+    from trainer_core.errors import GaveUpError as GaveUpError
     from trainer_core.errors import LossError as LossError
     from trainer_core.errors import MemoryFullError as MemoryFullError
     from trainer_core.errors import MismatchError as MismatchError
@@ -59,7 +60,8 @@ if TYPE_CHECKING:
 # Module -> its exported names. A new export goes here and into the imports above.
 _MODULES = {
     "config": "TrainingConfig",
-    "errors": "ApiError CallbackError EngineError EngineGone LossError MemoryFullError "
+    "errors": "ApiError CallbackError EngineError EngineGone GaveUpError LossError "
+    "MemoryFullError "
     "MismatchError MissingLogprobs "
     "NonFiniteError NoUpdateError RolloutsEnd Stopped TooMuchLeftOut TrainerError UsageError",
     "loop": "train",

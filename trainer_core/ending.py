@@ -89,7 +89,7 @@ class Updates:
         """
         if self.skipped < MOST_SKIPPED:
             return None
-        # Without any update there is no learned state to rescue: exit code 3 instead of 1.
+        # Without any update there is no learned state to rescue: exit code 3 instead of 4.
         kind = NonFiniteError if version else NoUpdateError
         return kind(NON_FINITE.format(steps=self.skipped, last=last))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-from atropos_common.system.run_dir import NO_UPDATE_CODE
+from atropos_common.system.run_dir import GAVE_UP_CODE, NO_UPDATE_CODE
 
 
 class TrainerError(Exception):
@@ -24,11 +24,17 @@ class ApiError(TrainerError):
     """run-api cannot be reached, or refuses a request."""
 
 
-class MissingLogprobs(TrainerError):
+class GaveUpError(TrainerError):
+    """A restart would end the same way."""
+
+    exit_code = GAVE_UP_CODE
+
+
+class MissingLogprobs(GaveUpError):
     """No rollout of the first batch has usable logprobs."""
 
 
-class TooMuchLeftOut(UsageError):
+class TooMuchLeftOut(GaveUpError):
     """More than `max_left_out` of the sequences cannot be trained."""
 
 
@@ -40,11 +46,11 @@ class DiskFull(TrainerError):
     """The run was stopped, and the disk has no space for its checkpoint."""
 
 
-class MismatchError(TrainerError):
+class MismatchError(GaveUpError):
     """Verdict mismatch, with `stop_on_mismatch`."""
 
 
-class NonFiniteError(TrainerError):
+class NonFiniteError(GaveUpError):
     """Loss or gradient was not finite for many steps in a row."""
 
 

@@ -160,6 +160,7 @@ def train(
         world.split(config.context_parallel)
         # Rank 0 reads the disk, so that all ranks start from the same checkpoint.
         start = world.share(lambda: start or checkpoint.starting_point(config))
+        config = for_device(config, _device(config))
         print(checkpoint.describe(start, config))
         if hint := objective_hint(config):
             print(f"[NOTE] {hint}")
@@ -216,7 +217,7 @@ class Run:
         self.world = world
         self.device = _device(config)
         use_memory(self.device)
-        self.config = config = for_device(config, self.device)
+        self.config = config
         self.step, self.version = start.step, start.version
         self.partly = False  # the current batch has changed the weights, and is not done
         self.stop = stop

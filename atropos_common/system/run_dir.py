@@ -24,6 +24,8 @@ ENV_RUN_KEY = "ATROPOS_DOOR_KEY"
 token."""
 NO_UPDATE_CODE = 3
 """Exit code of a trainer whose run made no update, or none in its last steps."""
+GAVE_UP_CODE = 4
+"""Exit code of a trainer that ends for a reason that a restart would meet again."""
 ENV_COMPONENT = "ATROPOS_COMPONENT"
 ENV_ATTEMPT = "ATROPOS_ATTEMPT"
 """Number of this start, from 1."""

@@ -216,9 +216,11 @@ class Tally:
         else:
             self._raised("an evaluation failed", error, self.evaluation_failures)
 
-    def group(self, group: Any, config: Any, max_token_len: int) -> str | None:
+    def group(
+        self, group: Any, group_size: int, max_token_len: int, *, drops_flat: bool
+    ) -> str | None:
         """Count a converted group; return why it is not sent."""
-        reason = why_left_out(group, config, max_token_len)
+        reason = why_left_out(group, group_size, max_token_len, drops_flat=drops_flat)
         if reason is None:
             # For the mean of the next progress line.
             self._scores += group["scores"]

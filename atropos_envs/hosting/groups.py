@@ -63,7 +63,9 @@ def encoded(group: Group) -> bytes:
     return f"{{{','.join(fields)}}}".encode()
 
 
-def why_left_out(group: Any, config: Any, max_token_len: int) -> str | None:
+def why_left_out(
+    group: Any, group_size: int, max_token_len: int, *, drops_flat: bool
+) -> str | None:
     """Return why a converted group is not sent, None if it is."""
     # BaseEnv's rules, and finite scores.
     if not isinstance(group, dict):
@@ -71,10 +73,9 @@ def why_left_out(group: Any, config: Any, max_token_len: int) -> str | None:
     if not all(math.isfinite(score) for score in group.get("scores", [])):
         return NOT_FINITE
     overrides = group.get("group_overrides") or {}
-    if len(group.get("tokens", [])) != overrides.get("group_size", config.group_size):
+    if len(group.get("tokens", [])) != overrides.get("group_size", group_size):
         return GROUP_SIZE
-    # A flat group: all advantages are 0, so nothing can be learned from it.
-    if config.ensure_scores_are_not_same and len(set(group["scores"])) == 1:
+    if drops_flat and is_flat(group):
         return FLAT
     if max_token_len > 0 and any(len(tokens) >= max_token_len for tokens in group["tokens"]):
         return TOO_LONG
@@ -83,10 +84,10 @@ def why_left_out(group: Any, config: Any, max_token_len: int) -> str | None:
 
 def is_flat(group: Group) -> bool:
     """Return True if a converted group teaches the trainer nothing: all scores equal."""
-    # The environment's own advantages may differ, and a lone score is compared with earlier ones.
-    return (
-        len(group["scores"]) > 1 and len(set(group["scores"])) == 1 and not group.get("advantages")
-    )
+    # Advantages of the environment's own may differ, a teacher's logprobs train at each token, and
+    # a lone score is compared with earlier ones.
+    own = group.get("advantages") or group.get("distill_token_ids")
+    return len(group["scores"]) > 1 and len(set(group["scores"])) == 1 and not own
 
 
 def _number(value: Any, where: str) -> float:

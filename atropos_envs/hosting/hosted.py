@@ -158,10 +158,10 @@ class Hosted(BaseEnv):  # type: ignore[misc]
                 "Give --env.tokenizer_name and --openai.model_name a model folder or a hub id",
                 exit_code=2,
             ) from error
-        if self.config.group_size == 1:
-            # A lone score equals itself, so BaseEnv would send nothing; the trainer compares it
-            # with earlier scores.
-            self.config.ensure_scores_are_not_same = False
+        # BaseEnv's own rule would also drop a lone score, and groups with advantages or a teacher
+        # of their own, so `why_left_out` decides alone.
+        self._drops_flat = self.config.ensure_scores_are_not_same
+        self.config.ensure_scores_are_not_same = False
         # Connections, under the component's name.
         self.component = component_name(self.name or type(self).__name__)
         self._registration = Registration(config.rollout_server_url, self.component)
@@ -318,7 +318,9 @@ class Hosted(BaseEnv):  # type: ignore[misc]
                     signed = {"env": self.component, "max_batches_offpolicy": ahead}
                     group["generation_params"] = signed | params
                 convert(group)
-            return self.tally.group(group, self.config, self.max_token_len)
+            return self.tally.group(
+                group, self.config.group_size, self.max_token_len, drops_flat=self._drops_flat
+            )
         except Unsendable as error:
             self.tally.leave_out(UNSENDABLE, str(error), str(error).partition("[")[0])
             return UNSENDABLE

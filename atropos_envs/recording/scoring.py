@@ -91,7 +91,7 @@ class Scorer:
 
 
 def _last_line(output: str, who: str) -> Any:
-    lines = output.strip().splitlines()
+    lines = output.strip().split("\n")
     try:
         return json.loads(lines[-1])
     except (ValueError, IndexError):

@@ -71,7 +71,8 @@ def _some(tasks: list[Task], source: str) -> list[Task]:
 
 def _read(path: Path) -> list[Task]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not `splitlines`, which also splits at U+2028 and U+0085 inside JSON strings.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise EnvFault(f"tasks = {str(path)!r} cannot be read ({error})", exit_code=2) from None
     tasks = []

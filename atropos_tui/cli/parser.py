@@ -485,11 +485,7 @@ def _caring(commands) -> None:  # type: ignore[no-untyped-def]
     clean.add_argument(
         "--dry-run", action="store_true", help="only show what would be ended and removed"
     )
-    text = (
-        "only this run, even if its processes are being kept for a new supervisor: its "
-        "directory, id or name"
-    )
-    _run_argument(clean, text)
+    _run_argument(clean, "only this run: its directory, id or name")
     bundle = _command(
         commands,
         "bundle",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from atropos_common.protocol.control import Role
 from atropos_common.system.installation import install_stack
+from atropos_common.system.run_dir import GAVE_UP_CODE, NO_UPDATE_CODE
 from atropos_tui.diagnoses.log_rules import LOG_RULES
 from atropos_tui.diagnoses.model import (
     ANSI,
@@ -107,6 +108,7 @@ def refused_arguments(found: Evidence) -> tuple[str, str, str] | None:
 
 
 def is_wrong_usage(found: Evidence) -> bool:
+    found = without_colours(found)
     hit = found.last(f"{USAGE_LINE}|{OWN_USAGE}") if found.exit_code == 2 else None
     return hit is not None and not is_passing(hit[1])
 
@@ -136,9 +138,8 @@ def killed_by_signal(found: Evidence) -> tuple[str, str, str] | None:
 
 def made_no_update(found: Evidence) -> tuple[str, str, str] | None:
     """Recognise a trainer that made no update."""
-    if found.spec.role is not Role.TRAINER or found.exit_code not in found.spec.final_codes:
+    if found.spec.role is not Role.TRAINER or found.exit_code != NO_UPDATE_CODE:
         return None
-    hit = found.last(r"^error: ")
     fix = (
         "correct the cause named in the evidence: masks, tokens or logprobs of the "
         "environment's groups; or lr, dtype "
@@ -146,9 +147,17 @@ def made_no_update(found: Evidence) -> tuple[str, str, str] | None:
     )
     return (
         f"{found.spec.name} made no update, or none in its last steps",
-        hit[1] if hit else _last_line(found),
+        _error_line(found),
         fix,
     )
+
+
+def gave_up(found: Evidence) -> tuple[str, str, str] | None:
+    """Recognise a trainer that a restart would not help."""
+    if found.spec.role is not Role.TRAINER or found.exit_code != GAVE_UP_CODE:
+        return None
+    title = f"{found.spec.name} gave up: a restart would end the same way"
+    return title, _error_line(found), "the evidence names the cause and the way out"
 
 
 def exited(found: Evidence) -> tuple[str, str, str]:
@@ -156,7 +165,10 @@ def exited(found: Evidence) -> tuple[str, str, str]:
     return f"{found.spec.name} exited with code {found.exit_code}", _last_line(found), fix
 
 
-BY_CODE = (ExitRule("no_update", "the trainer made no update", judge=made_no_update),)
+BY_CODE = (
+    ExitRule("no_update", "the trainer made no update", judge=made_no_update),
+    ExitRule("gave_up", "the trainer gave up", judge=gave_up),
+)
 """Rules of the exit code alone."""
 BY_EXIT = (
     ExitRule(
@@ -237,7 +249,7 @@ PASSING_RULES = frozenset(rule.name for rule in (*LOG_RULES, *EXIT_RULES) if rul
 
 
 def diagnose(found: Evidence) -> Diagnosis:
-    found = replace(found, lines=[ANSI.sub("", line) for line in found.lines])
+    found = without_colours(found)
     # The ranks that ended because of the killed one print errors that hide it.
     if killed := [line for line in found.lines if RANK_SIGKILL.match(line)]:
         found = replace(found, lines=killed)
@@ -252,6 +264,10 @@ def lasting_error(rule: str, lines: list[str]) -> str:
     """Return the error line that `rule` explains; empty if a retry can help."""
     line = root_error(lines)
     return "" if line is None or rule in PASSING_RULES or is_passing(line) else line
+
+
+def without_colours(found: Evidence) -> Evidence:
+    return replace(found, lines=[ANSI.sub("", line) for line in found.lines])
 
 
 def _first(rules: tuple[ExitRule, ...], found: Evidence) -> Diagnosis | None:
@@ -294,6 +310,11 @@ def describe_exit(code: int) -> str:
         return signal.Signals(-code).name
     except ValueError:
         return f"signal {-code}"
+
+
+def _error_line(found: Evidence) -> str:
+    hit = found.last(r"^error: ")
+    return hit[1] if hit else _last_line(found)
 
 
 def _last_line(found: Evidence) -> str:

@@ -100,8 +100,7 @@ LOG_RULES: tuple[LogRule, ...] = (
         "the NCCL connection between trainer and engine was not made",
         "give [vllm] gpus and [trainer] gpus different GPUs; set NCCL_DEBUG=INFO under "
         "[trainer.env] and [vllm.env] "
-        "for details; with several network cards set NCCL_SOCKET_IFNAME. A good start prints "
-        "`NCCL group created`",
+        "for details; with several network cards set NCCL_SOCKET_IFNAME",
         (
             LogPattern("NCCL error", r"NCCL error"),
             LogPattern("NCCL Error"),

@@ -71,10 +71,14 @@ PASSING_WORDS = re.compile(
     r"by peer"
     r"|too many requests|\b(?:429|50[0234])\b|in use|busy|\block(?:ed|file)?\b|out of "
     r"memory|memory profiling"
-    r"|cannot allocate|no space left",
+    r"|cannot allocate|no space left"
+    # A hub that answers with a page of its own instead of JSON.
+    r"|Expecting value: line 1 column 1 ",
     re.IGNORECASE,
 )
 """Words of errors that a restart may cure."""
+LASTING = re.compile(r"^(?:\w+\.)*(?:ModuleNotFound|Import|Syntax|Name|Attribute)Error\b")
+"""Errors of the code itself, which may name modules such as `connectorx`."""
 PASSING_ERRNO = frozenset(
     number
     for name in (
@@ -130,6 +134,8 @@ _VARIES = re.compile(r"0x[0-9a-fA-F]+|\b(?=\w*\d)[0-9a-f]+\b|\btmp\w+|\d+")
 
 def is_passing(line: str) -> bool:
     """True if a restart may succeed."""
+    if LASTING.match(line):
+        return False
     number = next((int(found[1] or found[2]) for found in _ERRNO.finditer(line)), None)
     known = number in PASSING_ERRNO or _NETWORK_ERROR.search(line)
     return bool(known or VANISHED.search(line) or PASSING_WORDS.search(line))

@@ -193,8 +193,8 @@ class ApiSection(ComponentOptions):
     port: Port = 8000
     """Port on this machine."""
     host: str = "127.0.0.1"
-    """Address to bind; run-api has no authentication, so keep it on this machine's own
-    addresses."""
+    """Address to bind. On the loopback only this user and root may call; on any other address
+    requests need the run's key."""
     command: Argv | None = None
     """Whole command line instead of the derived one."""
 

@@ -178,6 +178,11 @@ def test_more_steps_after_a_good_end_go_on_from_what_it_made(
     said = capsys.readouterr().out
     assert f"Resuming from {made}: step 2, weight version 2; the optimizer restarts" in said
     assert [record["step"] for record in more.history] == [3] and more.weight_version == 3
+    named = config.model_copy(update={"training_steps": 3, "resume": str(made)})
+    assert train(named, rollouts=batches).weight_version == 3
+    assert f"Resuming from {made}: step 3, weight version 3; the optimizer restarts" in (
+        capsys.readouterr().out
+    ), "a final model by its name"
     exact = train(
         config.model_copy(update={"training_steps": 4, "checkpoint_interval": 1}), rollouts=batches
     )
@@ -211,6 +216,32 @@ def test_a_line_replaces_what_an_earlier_attempt_left(tmp_path: Path) -> None:
     recorder = Recorder(path)
     recorder.write(5, 4, [{"tokens": [[5]]}])
     assert RecordedRollouts(path, 16).next_batch(4)[0]["tokens"] == [[5]], "the torn line is gone"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_another_batch_size_goes_on_at_the_next_group(tmp_path: Path, size: int) -> None:
+    path = write_lines(tmp_path / "r.jsonl", [{"tokens": [[i], [i]]} for i in range(12)])
+    first = RecordedRollouts(path, 4)
+    read = [group["tokens"][0][0] for step in range(2) for group in first.next_batch(step)]
+    second = RecordedRollouts(path, 2 * size)
+    second.go_on_from(first.position())
+    for step in range(8 // size):
+        read += [group["tokens"][0][0] for group in second.next_batch(step)]
+    assert read == list(range(4 + 8 // size * size)), "none twice and none left out"
+    with pytest.raises(RolloutsEnd):
+        second.next_batch(9)
+
+
+def test_the_end_of_a_file_that_grows_is_where_the_next_run_begins(tmp_path: Path) -> None:
+    rows = [{"batch": [{"tokens": [[i]]}]} for i in range(3)]
+    path = write_lines(tmp_path / "r.jsonl", rows[:2])
+    first = RecordedRollouts(path, 1)
+    for step in range(2):
+        first.next_batch(step)
+    write_lines(path, rows)
+    second = RecordedRollouts(path, 1)
+    second.go_on_from(first.position())
+    assert second.next_batch(0)[0]["tokens"] == [[2]]
 
 
 def test_a_record_that_begins_later_serves_both(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -95,7 +96,8 @@ def starting_point(config: TrainingConfig) -> StartingPoint:
     if config.resume == "never":
         return StartingPoint()
     if config.resume != "auto":
-        return _point(Path(config.resume), config)
+        path = Path(config.resume)
+        return _point(path, config, exact=not _is_final(path))
     save_path = Path(config.save_path)
     _clear_interrupted(save_path)
     adapters = config.trains_adapters
@@ -131,6 +133,13 @@ def _ends(save_path: Path, adapters: bool) -> Iterator[tuple[int, bool, Path]]:
         whole = _why_damaged(path, deep=False, exact=False) is None
         if whole and (path / ADAPTER_CONFIG).is_file() == adapters:
             yield _read_facts(path)["step"], False, path
+
+
+def _is_final(path: Path) -> bool:
+    """True for a final model or adapter, which has no optimizer state."""
+    with suppress(OSError, ValueError):
+        return not EXACT_FACTS.keys() & _read_facts(path).keys()
+    return False
 
 
 def _numbered(save_path: Path, adapters: bool) -> list[Path]:

@@ -64,6 +64,8 @@ class _Head(msgspec.Struct):
 class _Place(NamedTuple):
     offsets: list[int]
     """Offsets in bytes of its line, or of its groups' lines."""
+    end: int
+    """Offset after its last line."""
     step: int
 
 
@@ -80,6 +82,8 @@ class RecordedRollouts:
             UsageError: the file is missing, has an invalid line, or no complete batch.
         """
         self.path = Path(path)
+        self.name = str(path)
+        self._batch_size = batch_size
         try:
             self._file = open_regular(self.path, unlinked=0)
         except OSError as error:
@@ -111,13 +115,25 @@ class RecordedRollouts:
 
     def position(self) -> dict[str, Any]:
         """Position of the next batch, for a checkpoint."""
-        # Not derived from the step: batches that trained nothing have none.
-        return {"batch": self._next, "file": self._digest}
+        # Not derived from the step: batches that trained nothing have none. In bytes, so that it
+        # also holds for another batch size.
+        if self._next is None:
+            return {"offset": None, "file": self._digest}
+        more = self._next < len(self._places)
+        offset = self._places[self._next].offsets[0] if more else self._places[-1].end
+        return {"offset": offset, "file": self._digest}
 
     def go_on_from(self, position: dict[str, Any] | None) -> None:
         """Start at a checkpoint's `position`, if it is of this file."""
-        if position and position["file"] == self._digest:
-            self._next = position["batch"]
+        if not position or position["file"] != self._digest or position["offset"] is None:
+            return
+        offset = position["offset"]
+        starts = [place.offsets[0] for place in self._places]
+        if offset not in (*starts, self._places[-1].end):
+            # Single groups, of which a batch had another number before.
+            self._places = _places(self._file, self.path, self._batch_size, offset)
+            starts = [place.offsets[0] for place in self._places]
+        self._next = bisect_left(starts, offset)
 
     def _first(self, step: int) -> int:
         before = self._places[0].step - 1  # steps done before the recording began
@@ -169,10 +185,12 @@ class RecordedLags(LagMeter):
         return self._source.lag_bounds
 
 
-def _places(file: BinaryIO, path: Path, batch_size: int) -> list[_Place]:
+def _places(file: BinaryIO, path: Path, batch_size: int, offset: int = 0) -> list[_Place]:
+    """Index the lines from `offset` on."""
     places: list[_Place] = []
     groups: list[int] = []
-    held = offset = 0
+    held = 0
+    file.seek(offset)
     for number, line in enumerate(file, 1):
         # Only heads are decoded here: a file may be larger than memory.
         head, start = _head(line, path, number), offset
@@ -185,12 +203,12 @@ def _places(file: BinaryIO, path: Path, batch_size: int) -> list[_Place]:
             # A run that resumed from a checkpoint repeats steps: the later lines count.
             while places and places[-1].step >= step:
                 places.pop()
-            places.append(_Place([start], step))
+            places.append(_Place([start], offset, step))
             continue
         groups.append(start)
         held += len(head.tokens or [])
         if held >= batch_size:
-            places.append(_Place(groups, places[-1].step + 1 if places else 1))
+            places.append(_Place(groups, offset, places[-1].step + 1 if places else 1))
             groups, held = [], 0
     if groups:
         rest = f"its last {held} sequences do not fill a batch of {batch_size}"

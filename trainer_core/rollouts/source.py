@@ -59,6 +59,7 @@ LOST_IN_API = "lost in run-api, which could not send their batch (HTTP 500)"
 UNSENDABLE_WHY = (
     "one of its groups has NaN or Infinity, which JSON does not allow; the others are lost with it"
 )
+EMPTY_WHY = "a batch without groups"
 UNKNOWN_AGE = "rollouts are of unknown age, so --max-policy-lag does not apply to them"
 
 ENOUGH_REPLAYED = 0.9
@@ -346,8 +347,9 @@ class BatchSource:
             self._dump(raw)
         if not raw:
             # `RunApi.next_batch` returns an empty list for a batch that run-api lost.
-            lost = Batch([])
-            lost.leave_out(LOST_IN_API, self.config.sequences_per_step, UNSENDABLE_WHY)
+            lost, name = Batch([]), getattr(self.api, "name", "")
+            why = (f"empty batches of {name}", EMPTY_WHY) if name else (LOST_IN_API, UNSENDABLE_WHY)
+            lost.leave_out(why[0], self.config.sequences_per_step, why[1])
             return lost
         batch = read_batch(
             raw,

@@ -12,6 +12,7 @@ from atropos_common.system.run_dir import (
     ENV_ENGINE_URLS,
     ENV_MODEL,
     ENV_RANKS_DIR,
+    GAVE_UP_CODE,
     NO_UPDATE_CODE,
 )
 from atropos_tui.profile.builders.commands import (
@@ -112,8 +113,7 @@ def trainer_specs(site: Site, settings: TrainingConfig, after: list[str]) -> lis
         gpus=gpus,
         stages=TRAINER_STAGES,
         restart_with=names[1:],
-        # The engine cannot take weights: a restart would fail the same way.
-        final_codes=[NO_UPDATE_CODE],
+        final_codes=[NO_UPDATE_CODE, GAVE_UP_CODE],
         start_timeout_s=1800,
     )
     parts = [spec]

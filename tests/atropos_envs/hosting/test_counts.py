@@ -295,7 +295,7 @@ def test_each_generated_token_is_counted_once() -> None:
 async def test_flat_advantages_and_numpy_numbers_train(served: Any) -> None:
     fields = {
         "advantages": [0.5, -0.5],
-        "scores": [np.float32(0), np.float32(1)],
+        "scores": [np.float32(1), np.float32(1)],
         "masks": [np.array([-100, 4])] * 2,
     }
     await served(lambda item: group(tokens=[[3, 4]] * 2, **fields), lambda env: env.tally.sent >= 4)

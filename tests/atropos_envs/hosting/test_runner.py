@@ -202,7 +202,6 @@ def _group(
 
 
 def test_groups_and_failures_are_counted_by_reason(tmp_path: Path) -> None:
-    config = SimpleNamespace(group_size=2, ensure_scores_are_not_same=True)
     tally = Tally()
     for group in (
         _group([1.0, 0.0]),
@@ -212,8 +211,10 @@ def test_groups_and_failures_are_counted_by_reason(tmp_path: Path) -> None:
         _group([1.0, 0.0], [[1] * 9, [1]]),
         _group([0.0, 1.0, 0.5], group_overrides={"group_size": 3}),
         _group([float("nan"), 1.0]),
+        _group([1.0, 1.0], advantages=[[0.0, 1.0], [0.0, -1.0]]),
+        _group([1.0, 1.0], distill_token_ids=[[[], [3]], [[], [4]]]),
     ):
-        tally.group(group, config, 8)
+        tally.group(group, 2, 8, drops_flat=True)
     assert dict(tally.left_out) == {
         "flat": 1,
         "group_size": 1,

@@ -138,6 +138,8 @@ async def test_equal_failures_within_seconds_are_tried_again(launch: Any) -> Non
         ("requests.exceptions.ChunkedEncodingError: Response ended prematurely", True),
         ("httpx.RemoteProtocolError: peer closed without a complete body", True),
         ("huggingface_hub.errors.HfHubHTTPError: 520 Server Error", True),
+        ("json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)", True),
+        ("ModuleNotFoundError: No module named 'connectorx'", False),
     ],
 )
 def test_errors_by_number_and_by_name(words: str, passing: bool) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from atropos_common.protocol.control import CommandRequest, Role, State
 from atropos_common.protocol.records import DiagnosisRecord, ProbeRecord
+from atropos_common.system.run_dir import GAVE_UP_CODE, NO_UPDATE_CODE
 from atropos_tui.monitor.format import reason_of
 from atropos_tui.profile.spec import HttpCheck, Probe, Probes, RestartPolicy, StopPolicy
 from atropos_tui.supervisor.launchers import launcher
@@ -170,23 +171,47 @@ async def test_exit_2_of_what_was_healthy_is_a_crash(launch: Any) -> None:
 
 
 @pytest.mark.launchers("direct")
-async def test_a_final_exit_code_is_not_retried_whenever_it_comes(launch: Any) -> None:
+@pytest.mark.parametrize(
+    ("exit_code", "said", "rule", "title"),
+    [
+        (
+            NO_UPDATE_CODE,
+            "error: no update was made, so no final model is saved: 24 of 24 sequences were left "
+            "out",
+            "no_update",
+            "trainer made no update, or none in its last steps",
+        ),
+        (
+            GAVE_UP_CODE,
+            "error: 30 of the last 40 sequences cannot train, more than max_left_out = 0.5",
+            "gave_up",
+            "trainer gave up: a restart would end the same way",
+        ),
+    ],
+)
+async def test_a_final_exit_code_is_not_retried_whenever_it_comes(
+    launch: Any, exit_code: int, said: str, rule: str, title: str
+) -> None:
     """A trainer that made no update would make none again; it was healthy for long, and has its own
     words."""
-    said = "error: no update was made, so no final model is saved: 24 of 24 sequences were left out"
     code = (
         f"import sys, time; print('up', flush=True); time.sleep(1); sys.exit(print('{said}', "
-        f"flush=True) or 3)"
+        f"flush=True) or {exit_code})"
     )
     trainer = part(
-        "trainer", python(code), probes=ready(), restart=QUICK, final_codes=[3], role=Role.TRAINER
+        "trainer",
+        python(code),
+        probes=ready(),
+        restart=QUICK,
+        final_codes=[NO_UPDATE_CODE, GAVE_UP_CODE],
+        role=Role.TRAINER,
     )
     async with launch(trainer) as running:
         assert await running.end() == 3
         assert running.path("trainer").count("starting") == 1
         found = [record for record in running.records if isinstance(record, DiagnosisRecord)]
-        assert [(record.rule, record.evidence) for record in found] == [("no_update", said)]
-        assert "trainer made no update, or none in its last steps" in found[0].title
+        assert [(record.rule, record.evidence) for record in found] == [(rule, said)]
+        assert title in found[0].title
 
 
 @pytest.mark.launchers("direct")

@@ -23,7 +23,7 @@ from trainer_core.config import TrainingConfig
 from trainer_core.errors import TooMuchLeftOut
 from trainer_core.loop import train
 from trainer_core.rollouts.batch import Selection, read_batch
-from trainer_core.rollouts.source import LOST_IN_API, BatchSource, Lag, LagMeter
+from trainer_core.rollouts.source import LOST_IN_API, BatchSource, Lag, LagMeter, OwnSource
 from trainer_core.telemetry import Telemetry
 
 GOOD = {
@@ -122,6 +122,14 @@ def test_a_batch_that_run_api_lost_counts(tmp_path: Path, capsys: Any) -> None:
     batch, _ = intake.next_batch(0, 0)
     assert batch.left_out == {LOST_IN_API: 2 * intake.config.sequences_per_step}
     assert "one of its groups has NaN or Infinity" in capsys.readouterr().out
+
+
+def test_an_empty_batch_of_another_source_is_not_run_apis(tmp_path: Path, capsys: Any) -> None:
+    intake = _intake(tmp_path, [])
+    intake.api = OwnSource([[], [GOOD]])
+    intake.next_batch(0, 0)
+    said = capsys.readouterr().out
+    assert "empty batches of list" in said and "run-api" not in said
 
 
 def test_above_a_share_the_run_ends_in_words(tmp_path: Path, capsys: Any) -> None:

@@ -15,7 +15,6 @@ class TaughtEnv(BaseEnv):
         config = BaseEnvConfig(
             tokenizer_name="a",
             group_size=2,
-            ensure_scores_are_not_same=False,
             include_messages=True,
         )
         return config, [APIServerConfig(model_name="a")]
