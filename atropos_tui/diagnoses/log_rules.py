@@ -208,7 +208,7 @@ LOG_RULES: tuple[LogRule, ...] = (
                 r"^Waiting for",
                 patience_s=60,
                 waits_for=(Role.ENGINE,),
-                cleared_by=("Attached to", "does not answer"),
+                cleared_by=("Attached to", "does not answer", "has a copy of the weights"),
             ),
         ),
         roles=(Role.TRAINER,),
@@ -414,7 +414,11 @@ LOG_RULES: tuple[LogRule, ...] = (
                 "Waiting for the inference server: the",
                 r"does not answer",
                 patience_s=60,
-                cleared_by=("Attached to", "answers with weight version"),
+                cleared_by=(
+                    "Attached to",
+                    "answers with weight version",
+                    "has a copy of the weights",
+                ),
                 waits_for=(Role.ENGINE,),
             ),
             LogPattern(

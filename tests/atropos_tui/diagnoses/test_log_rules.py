@@ -330,6 +330,7 @@ def test_every_log_rule_has_a_line_here() -> None:
         ("arithmetic", ENV),
         ("vllm", ENGINE),
         ("trainer", TRAINER),
+        ("trainer-two-engines", TRAINER),
         ("warm-start", Role.PREPARE),
     ],
 )
