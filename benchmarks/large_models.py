@@ -22,8 +22,7 @@ trainer, each pair on a GPU of its own with its part of the one copy.
 `--memory-limit` GiB emulates a smaller card: a process of the script's allocates everything of the
 device but that much and holds it to the end, so the rest really cannot be had. A card of 80 GB has
 79.6 GiB. NVML gives free memory and the stack's peak ten times a second; other programs on the
-device would be counted. `mfu` is of what the maker promises (989
-TFLOP/s for an H100 or H200), `mfu_790` of what dense products reach.
+device would be counted. `mfu` is relative to the card's dense bfloat16 peak.
 """
 
 from __future__ import annotations
@@ -373,7 +372,6 @@ class Run:
             return
         warm = timings[2:] or timings[-1:]
         mfu = [t.mfu_peak for t in warm if t.mfu_peak is not None]
-        reached = [t.mfu for t in warm if t.mfu is not None]
         self.found |= {
             "steps": len(memory),
             "step_s": median(t.step_s for t in warm),
@@ -382,7 +380,6 @@ class Run:
             "publish_s": median(s.seconds for s in syncs[2:] or syncs),
             "publish_phases": syncs[-1].phases,
             "mfu": median(mfu) if mfu else None,
-            "mfu_790": median(reached) if reached else None,
             "tokens_per_s": median(t.tokens_per_s for t in warm),
             "routing_replayed": [a.routing_replayed for a in by_kind.get("alignment", [])],
             "probe_abs_mean": probes,
@@ -426,8 +423,6 @@ def show(found: dict[str, Any]) -> str:
     graphs = f"; without CUDA graphs: {found['eager_because']}" if found["eager_because"] else ""
     replayed = [share for share in found["routing_replayed"] if share is not None]
     mfu = "-" if found["mfu"] is None else f"{found['mfu']:.1%}"
-    if found["mfu_790"] is not None:
-        mfu += f" ({found['mfu_790']:.1%} of 790)"
     return "\n".join(
         [
             f"{found['shape']}{parts}, {found['mode']}, {' '.join(found['settings'])}{graphs}; "

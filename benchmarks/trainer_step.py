@@ -6,9 +6,9 @@
 `--mix` takes one distribution of lengths or several; `arithmetic` is the demo's, for `--shape
 demo`. The peer is `example_trainer` of atroposlib 0.4.0, from its own wheel, with its own padding,
 gradient checkpointing and optimizer; ours is what `atropos-trainer` runs: read, pack, accumulate,
-step. Weights are random, of the named shape. On CUDA both are bfloat16 and MFU is of 790 TFLOP/s,
-what an H200 reaches in dense bfloat16 products; on a CPU both are float32 and have the same cores
-(`--threads`, all by default). A gradient outside of `BOUNDS` makes the exit status 1.
+step. Weights are random, of the named shape. On CUDA both are bfloat16 and MFU is relative to the
+card's dense bfloat16 peak; on a CPU both are float32 and have the same cores (`--threads`, all by
+default). A gradient outside of `BOUNDS` makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from atropos_common.models.model_math import Dimensions, step_flops
+from atropos_common.models.model_math import Dimensions, peak_flops, step_flops
 from benchmarks.support.checks import Checks
 from benchmarks.support.shapes import SHAPES, build, model_config
 from trainer_core.config import TrainingConfig
@@ -51,7 +51,6 @@ from trainer_core.policy.speed import (
 from trainer_core.rollouts.batch import Rollout, read_batch
 from trainer_core.rollouts.packing import pack
 
-PEAK_FLOPS = 790e12
 BOUNDS = {"cpu": (1 - 1e-9, 1e-5), "cuda": (0.98, 0.2)}
 """Least cosine and largest relative error of the gradient: float32 on a CPU, bfloat16 on a GPU."""
 GROUP = 8
@@ -119,6 +118,12 @@ def flops_of(shape: str, batch: list[dict[str, Any]]) -> float:
     """Floating point operations of a step on this batch."""
     generated = sum(label >= 0 for group in batch for mask in group["masks"] for label in mask)
     return float(step_flops(Dimensions.of(model_config(shape).to_dict()), sizes(batch), generated))
+
+
+def mfu_of(flops: float, seconds: float, cards: int = 1) -> float | None:
+    """Share of the cards' dense bfloat16 peak; None on a CPU or an unknown card."""
+    peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return flops / seconds / peak / cards if peak else None
 
 
 class Ours:
@@ -231,7 +236,7 @@ def measure(
     return {
         "step_s": seconds,
         "tokens_per_s": sum(sizes(batch)) / seconds,
-        "mfu": flops / seconds / PEAK_FLOPS if cuda else None,
+        "mfu": mfu_of(flops, seconds),
         "peak_gb": peak,
     }
 

@@ -53,7 +53,7 @@ PEAK_FLOPS = {
     "RTX 4090": 165e12,
 }
 """Part of the device name -> dense bfloat16 FLOP/s."""
-# docs/benchmarks.md has the measurement, on an H200.
+# Measured on an H200.
 REACHED_FLOPS = 790e12
 """Bfloat16 FLOP/s that large matrix products reach on the cards of `PEAK_FLOPS["H100"]`."""
 GPU_MEMORY = {

@@ -7,10 +7,9 @@ Starts its own ranks, a GPU each where there are any. Each has `--rows` rows of 
 whatever their number, so perfect scaling is N times the tokens in the same seconds. Weights are
 random, of the named shape. With fp32 masters and AdamW 8B is too large for one H200: compare with
 `--settings '{"master_weights": "kahan", "optimizer": "adamw_8bit"}'`, or begin with `--ranks 2`;
-scaling is against the first number. MFU is of 790 TFLOP/s, what an H200 reaches in dense bfloat16
-products. `--resume` writes a checkpoint with each number of ranks, lets each other number take the
-next step from it, and compares gradient norm, loss and every weight with the step of those who
-wrote it.
+scaling is against the first number. MFU is relative to the cards' dense bfloat16 peak. `--resume`
+writes a checkpoint with each number of ranks, lets each other number take the next step from it,
+and compares gradient norm, loss and every weight with the step of the ranks that wrote it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from torch import nn
 from atropos_common.models.model_math import Dimensions, step_flops
 from benchmarks.support.checks import Checks
 from benchmarks.support.shapes import SHAPES, build, model_config
-from benchmarks.trainer_step import PEAK_FLOPS
+from benchmarks.trainer_step import mfu_of
 from trainer_core.checkpoints import checkpoint, state
 from trainer_core.config import TrainingConfig
 from trainer_core.objective.registry import Objective
@@ -182,7 +181,7 @@ class Trainer:
             "first_step_s": took[0],
             "step_s": seconds,
             "tokens_per_s": sum(lengths) / seconds,
-            "mfu": flops / seconds / PEAK_FLOPS / size if cuda else None,
+            "mfu": mfu_of(flops, seconds, size),
             "peak_gb": float(peak) / 1e9 if cuda else None,
         }
 
@@ -283,7 +282,9 @@ def show(row: dict[str, Any]) -> str:
     )
     text += f", scaling {row['scaling']:.3f}, load {row['load_s']:.1f} s"
     if row["mfu"] is not None:
-        text += f", MFU {row['mfu']:.1%}, peak {row['peak_gb']:.1f} GB"
+        text += f", MFU {row['mfu']:.1%}"
+    if row["peak_gb"] is not None:
+        text += f", peak {row['peak_gb']:.1f} GB"
     if "checkpoint_s" in row:
         text += f", checkpoint {row['checkpoint_gb']:.2f} GB in {row['checkpoint_s']:.1f} s"
     return text + "".join(

@@ -7,9 +7,9 @@
 The batch is that of `trainer_step.py`, the step is the trainer's own, from rollouts that were read
 beforehand: the trainer reads the next batch while it trains. Phases are measured on the device:
 body (the layers, forward), head (its logprobs), head_back, body_back, clip, compute (the optimizer)
-and write; `other` is the rest of the step. MFU is of 790 TFLOP/s. `--kernels` profiles one more
-step of the first variant and sums kernels by kind. Nothing new begins after `--limit` seconds; a
-variant that fails is reported and left out.
+and write; `other` is the rest of the step. MFU is relative to the card's dense bfloat16 peak.
+`--kernels` profiles one more step of the first variant and sums kernels by kind. Nothing new begins
+after `--limit` seconds; a variant that fails is reported and left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from atropos_common.models.model_math import LOGITS_AT_ONCE
 from benchmarks.support.checks import Checks
 from benchmarks.support.shapes import SHAPES
-from benchmarks.trainer_step import MIXES, PEAK_FLOPS, Ours, flops_of, make_batch
+from benchmarks.trainer_step import MIXES, Ours, flops_of, make_batch, mfu_of
 from trainer_core.policy import attention, logprobs
 from trainer_core.rollouts.batch import Rollout
 
@@ -260,7 +260,7 @@ def measure(
     parts = {name: median(one[name] for one in each) for name in each[0]}
     return {
         "step_s": seconds,
-        "mfu": flops / seconds / PEAK_FLOPS if cuda else None,
+        "mfu": mfu_of(flops, seconds),
         "peak_gib": peak,
         "first_s": first,
         "phases_s": parts | {"other": seconds - sum(parts.values())},

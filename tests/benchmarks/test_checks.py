@@ -92,6 +92,21 @@ def test_trainer_step_ends_with_what_the_gradient_says(
     assert trainer_step.main() == int(error > 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("card", "share"),
+    [("NVIDIA H200", 0.5), ("NVIDIA A100-SXM4-80GB", 989 / 624), ("a card", None)],
+)
+def test_mfu_is_relative_to_the_dense_peak_of_the_card(
+    card: str, share: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert trainer_step.mfu_of(989e12, 1.0) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: card)
+    expected = None if share is None else pytest.approx(share)
+    assert trainer_step.mfu_of(989e12, 1.0, cards=2) == expected
+
+
 def test_a_variant_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         sys, "argv", ["step_variants", "--shape", "tiny", "--mix", "short", "--json"]
