@@ -206,11 +206,12 @@ class RoutingStore(_Store):
 
     def look_up(self, prompt: str, token_ids: Sequence[int], start: int) -> Experts | None:
         """Return the experts from token `start` of prompt and completion on, except the last
-        token's."""
-        if (found := self._latest(prompt, token_ids)) is None:
+        token's; fewer if a chat template appended tokens."""
+        if (found := self._latest(prompt, token_ids, MOST_SURPLUS)) is None:
             return None
         experts: Experts = found.known
-        return experts[start : len(experts) - (len(found.token_ids) - len(token_ids))]
+        cut_off = max(0, len(found.token_ids) - len(token_ids))
+        return experts[start : len(experts) - cut_off]
 
     def answer(self, request: RoutingRequest) -> RoutingResponse:
         asked = zip(request.prompts, request.completions, request.starts, strict=False)

@@ -25,6 +25,7 @@ from vllm_server.auth import GenerationHold
 from vllm_server.bridge import WeightBridge
 from vllm_server.config import ConfigError, ServerConfig
 from vllm_server.recorded import (
+    MOST_SURPLUS,
     OVERHEAD,
     CompletionStore,
     KeptRequest,
@@ -58,9 +59,12 @@ def test_a_completion_is_found_by_its_prompt_and_how_it_begins() -> None:
     assert _found(store, [1, 2], start=2) == whole[2:4].tolist(), (
         "its end may be cut off; the last token has none"
     )
+    assert _found(store, [1, 2, 3, 4], start=2) == whole[2:].tolist(), (
+        "a chat template appended a newline"
+    )
     assert (
         _found(store, [2]) is None
-        and _found(store, [1, 2, 3, 4]) is None
+        and _found(store, [1, 2, 3, *[4] * (MOST_SURPLUS + 1)]) is None
         and _found(store, [1], prompt=[5]) is None
     )
     store.remember(PROMPT, [1, 2, 9], whole + 1)

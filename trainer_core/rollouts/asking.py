@@ -208,13 +208,14 @@ class RoutingAsker:
             return [None if each is None else self._taken(each) for each in answers]
 
         def take(turn: _Turn, experts: NDArray[np.int16]) -> bool:
-            # No experts for the last token: the engine sampled it but never read it.
-            if len(experts) != turn.end - 1 - turn.begin:
+            # No experts for the last token: the engine sampled it but never read it. Nor for tokens
+            # that a chat template appended, such as a newline.
+            if not 0 < len(experts) <= turn.end - 1 - turn.begin:
                 return False
             if (into := whole[turn.sequence]) is None:
                 shape = (len(sequences[turn.sequence]), *experts.shape[1:])
                 into = whole[turn.sequence] = np.full(shape, -1, dtype=np.int16)
-            into[turn.begin : turn.end - 1] = experts
+            into[turn.begin : turn.begin + len(experts)] = experts
             return True
 
         self._servers.ask(turns, question, take)

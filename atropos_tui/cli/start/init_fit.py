@@ -24,6 +24,8 @@ CACHE_SHARE = 8
 """Divisor of the machine's memory for the KV cache; weights and optimizer need the rest."""
 FLOAT32 = 4
 """Bytes of a value in the KV cache on a CPU."""
+SMALL_MODELS = ((10_000_000, 2e-4), (300_000_000, 1e-5))
+"""Most parameters -> learning rate: of the demo's model, and of SmolLM2-135M."""
 
 
 def fit_environment(text: str) -> tuple[str, str]:
@@ -69,7 +71,8 @@ def _batch(profile: Profile, size: int) -> int | None:
 
 
 def fit_model(text: str, inventory: Inventory) -> tuple[str, str]:
-    """Limit lengths to the model's maximum, and on a CPU set the KV cache.
+    """Limit lengths to the model's maximum, raise the learning rate of a small model, and on a CPU
+    set the KV cache.
 
     Returns:
         The new text, and what changed and why.
@@ -90,6 +93,10 @@ def fit_model(text: str, inventory: Inventory) -> tuple[str, str]:
             "env.args",
             {k.removeprefix("env.args."): v for k, v in changes.items() if k.startswith("env.")},
         )
+    if known and (rate := _learning_rate(profile, known)):
+        text = with_values(text, "trainer", {"lr": rate})
+        small = f"set because the model is small: trainer.lr = {rate:g}"
+        said = "\n".join(filter(None, [said, small]))
     # `init` writes MOST_CPU_CACHE as a placeholder; another value was set by the template and
     # stays.
     if profile.vllm[0].flag(CPU_CACHE) == MOST_CPU_CACHE:
@@ -108,6 +115,13 @@ def _lengths(profile: Profile, longest: int) -> dict[str, Any]:
     if isinstance(wanted, int) and wanted > longest:
         changes["env.args.env.max_token_length"] = longest // 2
     return changes
+
+
+def _learning_rate(profile: Profile, model: Model) -> float | None:
+    """A higher learning rate for a model that is too small for the template's; None: it fits."""
+    settings = training_config(planned_site(profile))
+    rate = next((rate for most, rate in SMALL_MODELS if model.parameters <= most), 0.0)
+    return rate if rate > settings.lr and not settings.trains_adapters else None
 
 
 def _cpu_cache(profile: Profile, model: Model | None, host: int | None) -> int:

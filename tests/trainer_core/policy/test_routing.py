@@ -432,6 +432,14 @@ def test_tokens_that_an_engine_left_empty_are_not_known() -> None:
     assert found is not None and (found[:, 0, 0] < 0).tolist() == [True, True, False, False, True]
 
 
+def test_tokens_that_a_chat_template_appended_have_none() -> None:
+    server = Server()
+    known = server.learn([1, 2, 3], [4, 5])
+    server.known[prompt_digest([1, 2, 3]), (4, 5, 6)] = known
+    found = RoutingAsker([server], SHAPE).of_answer([1, 2, 3], [4, 5, 6])
+    assert found is not None and (found[:4] == known).all() and (found[4:] == -1).all()
+
+
 @pytest.mark.parametrize("wrong", [{"layers": 4}, {"most": 200}])
 def test_experts_of_another_model_are_not_taken(
     wrong: dict[str, int], capsys: pytest.CaptureFixture[str]

@@ -115,6 +115,33 @@ def test_flags_reach_the_profile(capsys: pytest.CaptureFixture[str]) -> None:
     assert "cannot start it yet" in capsys.readouterr().out, "GPU 3 and that model are not here"
 
 
+@pytest.mark.parametrize(
+    ("mode", "width", "rate"),
+    [("shared_vllm", 64, 2e-4), ("shared_vllm", 512, 1e-5), ("lora_only", 64, 1e-4)],
+)
+def test_a_small_model_takes_a_higher_learning_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: str, width: int, rate: float
+) -> None:
+    """0.2 and 38 million parameters."""
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": 9,
+        "num_attention_heads": 8,
+        "vocab_size": 100,
+        "max_position_embeddings": 4096,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    main.run(
+        ["init", "m.toml", "--yes", "--env", "gsm8k", "--mode", mode, "--model", str(tmp_path)]
+    )
+    assert written("m.toml").trainer.settings["lr"] == rate
+    said = "set because the model is small: trainer.lr"
+    assert (said in capsys.readouterr().out) == (mode == "shared_vllm")
+
+
 @pytest.mark.parametrize(("gpus", "kept"), [("", False), ("0", True)])
 def test_a_profile_for_a_cpu_has_no_keys_of_gpus(gpus: str, kept: bool) -> None:
     main.run(["init", "--yes", "--env", "gsm8k", "--vllm-gpus", gpus, "mine.toml"])
