@@ -1,4 +1,4 @@
-# Everything a fresh machine needs. `make help` lists the targets.
+# Installs, tests and builds the project. `make help` lists the targets.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,14 +6,14 @@ EXTRA ?= cpu
 TORCH := 2.13.0
 TOOLS := $(VENV)-tools
 STAMP := $(VENV)/.installed-$(EXTRA)
-# --no-deps: the lists are complete. --no-compile: of 27,000 files few are ever imported, and those are compiled then.
+# --no-deps: the lists are complete. --no-compile: Python imports few of the 27,000 files. It compiles them then.
 PIP := $(BIN)/pip install --quiet --no-deps --no-compile
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
 MODEL_TESTS := tests/benchmarks $(addprefix tests/atropos_common/,broadcast models protocol) tests/atropos_envs \
   $(addprefix tests/atropos_tui/profile/,budget checks) tests/trainer_core tests/vllm_server
 
-# The tests start thousands of processes; where this is set, each would compile the product anew.
+# The tests start thousands of processes. With this variable set, each would compile our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
@@ -28,7 +28,7 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# With dependencies PyPI's torchvision, torchaudio and torchcodec would bring CUDA builds.
+# With dependencies, pip would install CUDA builds of torchvision, torchaudio and torchcodec from PyPI.
 $(VENV)/.installed-cpu: $(VENV)/bin/python requirements/cpu.txt pyproject.toml
 	$(PIP) "torch==$(TORCH)+cpu" 2>/dev/null \
 	  || $(PIP) "torch==$(TORCH)" --index-url https://download.pytorch.org/whl/cpu
@@ -36,7 +36,7 @@ $(VENV)/.installed-cpu: $(VENV)/bin/python requirements/cpu.txt pyproject.toml
 	$(PIP) --no-build-isolation --editable .
 	@touch $@
 
-# PyPI's torch is the CUDA build that this vLLM was built for. About 5 GB.
+# PyPI has the CUDA build of torch for which this vLLM was built. The download is about 5 GB.
 $(VENV)/.installed-gpu: $(VENV)/bin/python requirements/gpu.txt pyproject.toml
 	$(PIP) --require-hashes --requirement requirements/gpu.txt
 	$(PIP) --no-build-isolation --editable .
@@ -45,16 +45,16 @@ $(VENV)/.installed-gpu: $(VENV)/bin/python requirements/gpu.txt pyproject.toml
 demo: install  ## run the four-process stack on the CPU and watch it learn
 	$(BIN)/atropos-tui up profiles/demo.toml
 
-demo-gpu: cuda-driver $(VENV)/.installed-gpu  ## train SmolLM2-135M on one CUDA GPU; needs nothing but the driver and PyPI
+demo-gpu: cuda-driver $(VENV)/.installed-gpu  ## train SmolLM2-135M on one CUDA GPU; needs only the driver and PyPI
 	$(BIN)/atropos-tui up profiles/demo-gpu.toml
 
 cuda-driver:
-	@[ -e /dev/nvidiactl ] || [ -e /dev/dxg ] || { echo "No NVIDIA driver answers here. In a container: --gpus all. Without a GPU: make demo"; exit 1; }
+	@[ -e /dev/nvidiactl ] || [ -e /dev/dxg ] || { echo "No NVIDIA driver found. In a container: start it with --gpus all. Without a GPU: make demo"; exit 1; }
 
-# Two calls at once: what imports torch or vLLM has processes of its own, since most of what collecting costs is that
-# import. The tests of the first mostly wait for what they start, and look at the clock; those of the second compute, at a
-# lower priority, in the time that the first leave; whole stacks come last, when the machine is theirs. Each shows what it
-# says when it is through.
+# Two calls of pytest run at the same time (tests/README.md). Importing torch and vLLM is most of the cost of collecting
+# tests, so tests that import them have their own processes. The tests of the first call mostly wait for processes that
+# they start, and measure times. The tests of the second call compute at a lower priority, in the time that the first call
+# leaves. Whole stacks run last, when the machine is otherwise idle. Each call prints its output at its end.
 test: install  ## unit, supervisor, screen and end-to-end tests
 	$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target test-waiting test-computing MARKS='$(MARKS)'
 
@@ -64,7 +64,7 @@ test-waiting:
 test-computing:
 	nice -n 5 $(PYTEST) $(MARKS) --numprocesses 2 $(MODEL_TESTS) tests/e2e
 
-# verifiers needs an older openai than the pinned one, so it has an environment of its own in front of .venv.
+# verifiers needs an older openai than the pinned one, so it has its own environment, which takes all else from .venv.
 $(VENV)-verifiers/.installed: $(STAMP)
 	$(BIN)/python -m venv $(VENV)-verifiers
 	$(BIN)/python -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" \
@@ -84,12 +84,12 @@ test-verifiers: $(VENV)-verifiers/.installed  ## the tests that need the package
 
 test-all: MARKS := -m "not gpu and not cluster"
 test-all: export ATROPOS_TESTS_THOROUGH := 1
-test-all: test test-verifiers docs dist  ## the same with the tests marked slow, the site of the docs, and the packages
+test-all: test test-verifiers docs dist  ## also the tests marked slow, the documentation site, and the packages
 
 test-cluster: install cluster-tools  ## the stack over SLURM, ssh and Ray: three nodes on this host
 	$(PYTEST) -m cluster -n0 tests/cluster
 
-# sshd and slurmd are started by the tests, as children of theirs; what Debian's packages start on their own stays off.
+# The tests start sshd and slurmd as their own children. RUNLEVEL=1 keeps Debian's packages from starting services.
 cluster-tools: install
 	@for each in slurmctld slurmd munged sshd; do PATH="$$PATH:/usr/sbin" command -v $$each >/dev/null || missing=1; done; \
 	[ -z "$$missing" ] || { [ "$$(id -u)" = 0 ] && apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive \
@@ -100,7 +100,7 @@ cluster-tools: install
 READABLE := tools tests benchmarks docs README.md CONTRIBUTING.md SECURITY.md CHANGELOG.md \
   atropos_api atropos_common atropos_envs atropos_tui trainer_core vllm_server
 
-language: install  ## refuse phrases that LANGUAGE rules out of docs and docstrings
+language: install  ## refuse phrases that CONTRIBUTING.md forbids, and files and functions that are too long
 	$(BIN)/python -m tools.readability --lint $(READABLE)
 
 check: install language  ## lint, types, import contracts, language
@@ -118,17 +118,17 @@ $(TOOLS)/.installed: requirements/tools.txt
 	$(TOOLS)/bin/pip install --quiet --requirement $<
 	@touch $@
 
-# The first step writes pages and reference below build/pages and checks files, descriptions and the navigation; the second
-# checks pages and anchors (docs/internals/site.md).
-docs: install $(TOOLS)/.installed  ## build the site of the docs into site/; a link that leads nowhere is an error
+# The first step writes pages and reference below build/pages, and checks files, descriptions and navigation. The second
+# step checks pages and anchors (docs/internals/site.md).
+docs: install $(TOOLS)/.installed  ## build the documentation site into site/; a broken link is an error
 	$(BIN)/python -m tools.site build/pages
 	$(TOOLS)/bin/zensical build --strict --clean
 
 lint-image: $(TOOLS)/.installed  ## check the Dockerfile
 	$(TOOLS)/bin/hadolint Dockerfile
 
-# The empty environment gets from PyPI what the wheel's metadata asks for, and reads a copied run with it.
-dist: install $(TOOLS)/.installed  ## build wheel and source archive into dist/, check them, try the wheel in an empty environment
+# The empty environment gets the dependencies of the wheel's metadata from PyPI. The test reads a copied run with them.
+dist: install $(TOOLS)/.installed  ## build wheel and source archive into dist/, check them, test the wheel in an empty environment
 	rm -rf dist $(VENV)-empty
 	$(BIN)/python -m hatchling build
 	$(TOOLS)/bin/twine check --strict dist/*
