@@ -95,7 +95,7 @@ def key_refusal(what: str) -> tuple[int, str]:
     """HTTP status and reason."""
     return 401, (
         f"{what} is open to other machines, so it requires the run's key: send it as "
-        "`Authorization: Bearer KEY` (components have it in ATROPOS_DOOR_KEY; the token that the "
+        "`Authorization: Bearer KEY` (components have it in ATROPOS_RUN_KEY; the token that the "
         "run was started with works too)"
     )
 

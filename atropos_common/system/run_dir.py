@@ -19,7 +19,7 @@ ENV_CONTROL_SOCKET = "ATROPOS_CONTROL_SOCKET"
 """Absent when a component runs alone."""
 ENV_TOKEN = "ATROPOS_TOKEN"
 """Secret for control routes of the inference server."""
-ENV_RUN_KEY = "ATROPOS_DOOR_KEY"
+ENV_RUN_KEY = "ATROPOS_RUN_KEY"
 """Key for the run's servers where other machines reach them; environments get it, and not the
 token."""
 NO_UPDATE_CODE = 3

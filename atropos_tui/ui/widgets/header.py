@@ -138,8 +138,7 @@ def _ended(status: RunStatus) -> tuple[str, str, str]:
         return "✔", "done", "good"
     if status.exit_code == 130:
         return "■", "stopped by hand", "dim"
-    reason = f" with {status.exit_code}: {one_line(status.reason)}" if status.reason else ""
-    return "✖", f"ended{reason}", "bad"
+    return "✖", "failed", "bad"  # the verdict below has code and reason
 
 
 def is_starting(view: View) -> bool:

@@ -263,7 +263,7 @@ async def test_a_failed_run_says_what_failed_from_its_files(run: RunDir) -> None
     )
     run.result_json.write_text(json.dumps({"exit_code": 3, "reason": "vllm failed for good"}))
     async with cockpit(run, (120, 40), FakeControl(None), now) as screen:
-        await screen.shows("✖ ended with 3: vllm failed for good")
+        await screen.shows("failed with code 3: vllm failed for good")
         await screen.shows("✖ failed")
         await screen.shows("[CUDA] out of memory")
         await screen.press("q")
