@@ -279,6 +279,8 @@ class WeightBridge:
     async def _go_on(self) -> None:
         # First: after a failure it may run, so the next pause stops it again.
         self._stopped = False
+        if self.capacity is not None:
+            self.capacity.resumes()
         await self.engine.resume_generation()
         self.accepts.set()
 

@@ -1,7 +1,9 @@
 """Highest token rate of an engine, estimated from its own steps.
 
 A step of n sequences that use the share u of the KV cache takes about `a + b * n + c * u` seconds.
-The fitted curve is evaluated at the number of sequences that fit, at their present length.
+The curve is fitted to the fastest steps, which had the GPU and its CPU cores for themselves, and
+evaluated at the number of sequences that fit, at their present length. Beside a trainer on the same
+GPU steps are slower. The ceiling is what the engine can make there: `ceiling` has the rules.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import combinations
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +28,10 @@ SAMPLES_KEPT = 64
 SAMPLES_NEEDED = 3
 # Quantile of the samples that counts: slower ones shared the machine or were paused.
 FASTEST = 0.1
-# Without a fit, the best rate seen is the ceiling if steps reached this share of `most` sequences.
+# If steps reached this share of `most` sequences, the best rate seen is the ceiling.
 NEARLY_ALL = 0.8
+# Age in seconds of steps up to which samples tell the present speed of the engine.
+RECENT_S = 120.0
 # Sequences count as equally long if their shares of the KV cache differ by less than this fraction.
 SAME_LENGTH = 0.25
 # Minimum relative error of a point: steps do not lie exactly on the curve.
@@ -68,27 +73,37 @@ class Point:
 class _Bin:
     """Samples with about the same number of sequences."""
 
-    samples: deque[Point] = field(default_factory=lambda: deque(maxlen=SAMPLES_KEPT))
+    samples: deque[tuple[float, Point]] = field(default_factory=lambda: deque(maxlen=SAMPLES_KEPT))
+    """Each with the time of its last step."""
     steps: int = 0
     sequences: int = 0
     kv_use: float = 0.0
     seconds: float = 0.0
 
-    def add(self, sequences: int, seconds: float, kv_use: float) -> None:
+    def add(self, sequences: int, seconds: float, kv_use: float, now: float) -> None:
         self.steps += 1
         self.sequences += sequences
         self.kv_use += kv_use
         self.seconds += seconds
         if self.steps >= STEPS and self.seconds >= SAMPLE_S:
             sums = self.sequences, self.kv_use, self.seconds
-            self.samples.append(Point(*(each / self.steps for each in sums)))
+            self.samples.append((now, Point(*(each / self.steps for each in sums))))
             self.steps, self.sequences, self.kv_use, self.seconds = 0, 0, 0.0, 0.0
 
     def point(self) -> Point | None:
+        """One of the fastest samples; None: too few."""
         if len(self.samples) < SAMPLES_NEEDED:
             return None
-        by_rate = sorted(self.samples, key=lambda sample: -sample.rate)
+        by_rate = sorted((sample for _, sample in self.samples), key=lambda sample: -sample.rate)
         return by_rate[int(FASTEST * len(by_rate))]
+
+    def present(self, since: float) -> Point | None:
+        """Mean of the samples after `since`; None: too few."""
+        new = [sample for at, sample in self.samples if at >= since]
+        if len(new) < SAMPLES_NEEDED:
+            return None
+        sequences, rate = fmean(each.sequences for each in new), fmean(each.rate for each in new)
+        return Point(sequences, fmean(each.kv_use for each in new), sequences / rate)
 
 
 class StepCurve:
@@ -97,13 +112,16 @@ class StepCurve:
         # Bins are never dropped: an engine that now always runs many sequences showed the cost of
         # fewer only during its start.
         self._bins: dict[int, _Bin] = {}
+        # Seconds of all steps, the clock of the samples.
+        self._now = 0.0
         # Moving average of one sequence's share of the KV cache; 0 while unknown.
         self._kv_share = 0.0
 
     def add(self, sequences: int, seconds: float, kv_use: float = 0.0) -> None:
         if sequences > 0 and seconds > 0:
+            self._now += seconds
             at = round(2 * math.log2(sequences))
-            self._bins.setdefault(at, _Bin()).add(sequences, seconds, kv_use)
+            self._bins.setdefault(at, _Bin()).add(sequences, seconds, kv_use, self._now)
 
     def hold(self, sequences: int, kv_use: float) -> None:
         """Record the KV cache use of the running sequences, 0 to 1."""
@@ -117,20 +135,34 @@ class StepCurve:
         return min(self._slots, max(1.0, 1.0 / self._kv_share)) if self._kv_share else self._slots
 
     def ceiling(self) -> float | None:
-        """Tokens a second at `most` sequences; None: unknown yet."""
-        points = [point for each in self._bins.values() if (point := each.point())]
-        if not points:
-            return None
-        most = self.most
+        """Most tokens a second, beside the trainer if both share a GPU; None: unknown yet."""
+        since = self._now - RECENT_S
         # Rates of sequences of another length do not apply to the present ones.
-        present = [point for point in points if self._is_present(point)]
-        best = max((point.rate for point in present), default=0.0)
+        pairs = [
+            (new, point)
+            for each in self._bins.values()
+            if (new := each.present(since)) and (point := each.point()) and self._is_present(new)
+        ]
+        if not pairs:
+            return None
+        best = max(new.rate for new, _ in pairs)
+        if max(new.sequences for new, _ in pairs) >= NEARLY_ALL * self.most:
+            return best
+        alone = self._fitted_ceiling()
+        if alone is None:
+            return None
+        # Present speed at the most sequences, by the fastest one there.
+        new, point = max(pairs, key=lambda pair: pair[0].sequences)
+        return max(best, alone * min(1.0, new.rate / point.rate))
+
+    def _fitted_ceiling(self) -> float | None:
+        """Tokens a second at `most` sequences by the fastest steps."""
+        points = [point for each in self._bins.values() if (point := each.point())]
+        most = self.most
         if most > MOST_EXTRAPOLATED * max(point.sequences for point in points):
             return None
         parts = _fitted(points, most, min(1.0, most * self._kv_share))
-        if parts is not None:
-            return max(best, most / sum(parts))
-        return best if any(each.sequences >= NEARLY_ALL * most for each in present) else None
+        return None if parts is None else most / sum(parts)
 
     def _is_present(self, point: Point) -> bool:
         share = point.kv_use / point.sequences
@@ -256,6 +288,10 @@ class EngineCapacity:
             tokens = round(ran * max(1.0, self._made / self._ran))
             self._curve.add(tokens, now - before, step.kv_use or 0.0)
         self._ended[step.engine] = None if step.running == 0 and not step.waiting else now
+
+    def resumes(self) -> None:
+        """Exclude the time of a pause, which ends now, from the next step."""
+        self._ended = dict.fromkeys(self._ended)
 
     def ceiling(self) -> float | None:
         """Tokens a second of all engines; None: unknown yet."""
