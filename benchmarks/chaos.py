@@ -202,13 +202,14 @@ def wrong_records(stack: Stack) -> list[str]:
     run, wrong = stack.live.run, []
     for path in (run.telemetry_jsonl, *run.root.glob("eval.*.jsonl")):
         records = [_record(line) for line in path.read_bytes().split(b"\n")[:-1]]
-        bad, spoilt = records.count(None), stack.spoilt.get(path, 0)
-        if bad > spoilt:
+        bad, overwritten = records.count(None), stack.overwritten.get(path, 0)
+        if bad > overwritten:
             wrong.append(f"{path.name}: {bad} lines are no records")
-        if path == run.telemetry_jsonl and not spoilt:
+        if path == run.telemetry_jsonl and not overwritten:
             wrong += wrong_steps([record for record in records if record], _resumed(run))
     try:
-        check_records(run, spoilt=stack.spoilt.get(run.supervisor_jsonl, 0), resumed=stack.resumed)
+        overwritten = stack.overwritten.get(run.supervisor_jsonl, 0)
+        check_records(run, overwritten, resumed=stack.resumed)
     except AssertionError as error:
         wrong.append(f"supervisor.jsonl: {error}")
     for path in sorted((run.logs / COUNTER).glob("*.log")):
@@ -274,7 +275,7 @@ def one_run(
 ) -> Iterator[dict[str, Any]]:
     """One run: its faults until ten are done, time is over, or it does not recover; a record of
     each."""
-    number, spoilt = first, False
+    number, failed = first, False
     seed, mode, in_turn = options.seed, options.mode, options.in_turn
     root = folder / "disk/run"
     base: dict[str, Any] = {"seed": seed, "mode": mode}
@@ -290,7 +291,7 @@ def one_run(
             record = base | noted(number, fault.name)
             record |= one_fault(stack, fault, dice, alone=in_turn)
             yield record
-            spoilt = spoilt or bool(record["wrong"])
+            failed = failed or bool(record["wrong"])
             number = -1 if (number + 1) % FAULTS_A_RUN == 0 else next(numbers, -1)
         record = base | noted(record["number"], "down")
         stack.live.cli("down", timeout=120)
@@ -306,7 +307,7 @@ def one_run(
             stack.live.cli("clean", "--yes")
     if record["wrong"]:
         yield record
-    if record["wrong"] or spoilt:
+    if record["wrong"] or failed:
         ignored = shutil.ignore_patterns("*.sock", "checkpoints")
         kept = options.records.parent / f"chaos-{mode}-{seed}-{record['number']}"
         shutil.copytree(root, kept, symlinks=True, dirs_exist_ok=True, ignore=ignored)

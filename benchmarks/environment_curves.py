@@ -1,12 +1,13 @@
-"""Environments of other makers learn in one real stack on one GPU: the reward of each over steps.
+"""Train on environments of other authors in one real stack on one GPU; print each one's reward.
 
     python -m benchmarks.environment_curves --model FOLDER [--minutes 4] [--only PART ...]
         [--run-dir DIR] [--set KEY=VALUE ...] [--json]
 
-Kinds: verifiers with two reward functions, reasoning-gym through verifiers, OpenEnv, a program that
-only knows an OpenAI-compatible address. All of them fill the same steps. They send groups of equal
-scores too, so that a reward is the mean over all completions. `make environments` installs what
-they need. `--cpu` takes a group of eight a step; SmolLM2-135M takes a few seconds for one.
+The default environments: verifiers with two reward functions, two of reasoning-gym through
+verifiers, OpenEnv, and an agent, which only knows an OpenAI-compatible address. All of them feed
+one trainer. They also send flat groups, so a reward is the mean over all completions.
+`make environments` installs their packages. With `--cpu` a step has one group of eight
+completions, which SmolLM2-135M generates in a few seconds.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ RECORDING = "rollouts.jsonl"
 GROUP = 8
 GROUPS_A_STEP = 16
 ENDS = 0.2
-"""Part of an environment's groups that the first and the last mean are taken over."""
+"""Share of an environment's groups over which the first and the last mean reward are taken."""
 FEWEST_GROUPS = 40
 START_S = 300.0
 DOWN_S = 120.0
@@ -47,12 +48,12 @@ NAMES = (
     "openenv pick_digit",
     "agent plain_agent.py",
 )
-"""Entries of `environments.toml` that run without `--only`."""
+"""Entries of `environments.toml` that run by default."""
 
 
 def main() -> int:
     options = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a stack that runs is taken down
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # stops a running stack
     names = chosen(options.only)
     with tempfile.TemporaryDirectory() as made:
         root = options.run_dir or Path(made) / "run"
@@ -74,7 +75,7 @@ def main() -> int:
 
 
 def chosen(parts: list[str]) -> list[str]:
-    """Return the entries of `environments.toml` that a name or a part of it selects; without parts
+    """Return the names in `environments.toml` that equal or contain one of `parts`; by default
     `NAMES`."""
     known = [each["name"] for each in listed()]
     wanted = {
@@ -140,7 +141,7 @@ def profile_of(names: list[str], model: Path, *, cpu: bool) -> dict[str, Any]:
 
 
 def play(profile: Path, root: Path, options: argparse.Namespace) -> None:
-    """Run the stack for the minutes after its first step."""
+    """Run the stack until `options.minutes` after its first step."""
     command = up(profile, root, dict(each.split("=", 1) for each in options.set))
     run, began, first = RunDir(root), time.monotonic(), None
     tail, output = RecordTail(run.telemetry_jsonl), root.with_suffix(".log")
@@ -162,7 +163,7 @@ def play(profile: Path, root: Path, options: argparse.Namespace) -> None:
 
 
 def rewards(recording: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Return for each environment its groups, and the mean score of the first and last of them."""
+    """Return each environment's number of groups, and the mean score of the first and the last."""
     scores: dict[str, list[tuple[int, float]]] = defaultdict(list)
     with recording.open("rb") as file:
         for number, line in enumerate(file):
@@ -186,7 +187,7 @@ def rewards(recording: Path, names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """Markdown: one row for each environment."""
+    """Return a Markdown table with a row for each environment."""
     lines = [
         "| environment | groups of 8 | steps with it | reward, first fifth | last fifth |",
         "|---|---|---|---|---|",
@@ -202,9 +203,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--only", nargs="*", metavar="PART", default=[])
-    parser.add_argument("--run-dir", type=Path, help="kept; else a temporary folder")
+    parser.add_argument(
+        "--run-dir", type=Path, help="run directory, which is kept; default: a temporary folder"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--cpu", action="store_true", help="try the program without a GPU")
+    parser.add_argument("--cpu", action="store_true", help="run without a GPU")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 

@@ -1,10 +1,11 @@
-"""Environments of other makers in `atropos-tui up`, three steps each; a table for the docs.
+"""Train three steps on each environment of other authors; print a table for the docs.
 
     python -m benchmarks.environments [--only PART ...] [--again] [--table]
 
-They are in `environments.toml`. One real stack has many of them, with a tiny chat model on the CPU.
-A record for each is kept in --results, so that a broken-off pass goes on. `make environments`
-installs what they need (`requirements/environments.txt`) and runs all.
+`environments.toml` lists them. One real stack (`atropos-tui up`) runs many of them, with a tiny
+chat model on the CPU.
+Each result is kept in --results, so an interrupted call continues with the next environment.
+`make environments` installs their packages (`requirements/environments.txt`) and runs all.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ NOT_INSTALLED = "not installed"
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_suffix(".toml")
 A_STACK = 24
-"""Environments of one stack."""
+"""Environments that one stack runs."""
 PATIENCE_S = 180.0
-"""For the start of one, and for its three steps."""
+"""Timeout for the start of an environment, and for its three steps."""
 
 
 def main() -> int:
     options = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a stack that runs is taken down
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # stops a running stack
     until = time.monotonic() + 60 * options.minutes
     results = options.results.resolve()
     known = listed()
@@ -98,7 +99,7 @@ def _turn(each: dict[str, Any]) -> Turn:
 
 
 def keys_of(each: dict[str, Any]) -> dict[str, Any]:
-    """Return an entry's keys of `[[env]]`, with this checkout's files by their whole paths."""
+    """Return an entry's keys of `[[env]]`, with absolute paths for files of this checkout."""
     return {key: _placed(value) for key, value in each["keys"].items()}
 
 
@@ -123,7 +124,7 @@ def _write_if_missing(turn: Turn, results: Path) -> bool:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: one row for each environment."""
+    """Return a Markdown table with a row for each environment."""
     trained = sum(row["outcome"] == "trained" for row in rows)
     lines = [
         f"{trained} of {len(rows)} train.",
@@ -159,9 +160,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=Path("runs/environments"))
     parser.add_argument("--only", nargs="+", default=[], metavar="PART")
     parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="begin no other one after this time"
+        "--minutes", type=float, default=math.inf, help="start no environment after this time"
     )
-    parser.add_argument("--again", action="store_true", help="repeat what has a record")
+    parser.add_argument(
+        "--again", action="store_true", help="also run environments that have a result"
+    )
     parser.add_argument("--table", action="store_true", help="print the table and run nothing")
     return parser.parse_args()
 

@@ -1,19 +1,19 @@
-"""Plant sixteen situations into a run; print the displayed sentence and when it comes and goes.
+"""Cause sixteen situations in a run; print each verdict, and the seconds until it comes and ends.
 
     python -m benchmarks.situations [--only NAME...] [--json]
 
-Most are planted into one demo on real processes (vLLM, run-api, trainer, environment), one after
-the other, into a run that trains. `planted_env.py` makes a slow environment, an engine with much to
-do or few requests, equal scores, refused requests and groups, and rollouts of `None`. SIGSTOP slows
-the trainer down. The disk is a tmpfs that is filled. A program requests a hub that does not exist;
-the clock starts with its request. Commands stop and start run-api, and kill the engine.
+Most situations are caused one after another in one training demo with real processes (vLLM,
+run-api, trainer, environment). `planted_env.py` makes a slow environment, an engine with many or
+few requests, equal scores, refused requests and groups, and groups of `None`. SIGSTOP slows the
+trainer down. The disk is a tmpfs that is filled. The environment requests a hub that does not
+exist; the time counts from its request. Commands stop and start run-api, and kill the engine.
 
-The lag and the slow judge beside a fast environment need settings of their own: a demo each. Three
-small children stand in for three engines, of which one dies. The sentence is read as `ps` and the
-screen read it: from the run's files and its supervisor.
+The policy lag at its bound, and the slow judge beside a fast environment, each need a demo with
+other settings. Three small child processes replace three engines, of which one dies. The verdict is
+read from the run's files and its supervisor, as `ps` and the screen do.
 
-The exit status is 1 where the right sentence does not come within 15 s, or is not gone 30 s after
-the end of its cause.
+The exit status is 1 if the right verdict does not come within 15 s, or does not end within 30 s
+after its cause has ended.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from benchmarks.support.children import up
 
 PATIENCE_S = 60.0
 RIGHT_S, GONE_S = 15.0, 30.0
-"""Seconds within which the right sentence has to come, and to go after the end of its cause."""
+"""Limits in seconds: until the right verdict, and from the end of its cause to its end."""
 START_S = 180.0
 LOOK_S = 0.5
 DISK_MB = 600
 STOPPED = 0.85
-"""Share of the time for which a slowed program is stopped."""
+"""Share of the time for which `slowed` stops a component."""
 LAG, ENGINE_DEAD, JUDGE = "lag at its bound", "one engine of three dead", "judge slow"
 WEIGHTS = {"fast": 3, "judge": 1}
-"""Weights of the two environments of the slow judge."""
+"""Weights of the two environments in `slow_judge`."""
 SHARE_BOUND = 0.2
-"""Relative error of an environment's share of the groups."""
+"""Limit for the relative error of an environment's share of the groups."""
 SHARE_STEPS = 10
 WORDS: dict[str, tuple[str, ...]] = {
     "environment slow": ("limited by the environment",),
@@ -82,7 +82,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "few requests": ("limited by the environment",),
     JUDGE: ("limited by the environment judge",),
 }
-"""Words of the right sentence, by situation."""
+"""Words that the right verdict contains, by situation."""
 UP = "print('up', flush=True)\nimport time\ntime.sleep(600)"
 
 
@@ -94,7 +94,7 @@ class Watch:
         self._feed, self._state = RunFeed(self.run), RunState()
 
     def said(self) -> Verdict | None:
-        """The sentence now; None while nobody answers."""
+        """Return the present verdict; None while the supervisor does not answer."""
         try:
             status = asyncio.run(ControlClient(self.run.root).status())
         except OSError:
@@ -103,7 +103,7 @@ class Watch:
         return verdict(status, read_info(self.run), self._state, time.time())
 
     def until_gone(self, words: tuple[str, ...]) -> float | None:
-        """Seconds until the sentence held none of `words`; None where it never did."""
+        """Return the seconds until the verdict has none of `words`; None after `PATIENCE_S`."""
         began = time.monotonic()
         while time.monotonic() - began < PATIENCE_S:
             with contextlib.suppress(Exception):
@@ -114,8 +114,8 @@ class Watch:
         return None
 
     def until(self, words: tuple[str, ...], patience_s: float) -> tuple[float | None, str]:
-        """Seconds until the sentence held one of `words`, and the sentence; None and the last where
-        it never did."""
+        """Return the seconds until the verdict has one of `words`, and that verdict; after
+        `patience_s` None and the last verdict."""
         began, last = time.monotonic(), ""
         while time.monotonic() - began < patience_s:
             with contextlib.suppress(Exception):
@@ -129,7 +129,7 @@ class Watch:
 
 @contextmanager
 def slowed(run: RunDir, component: str) -> Iterator[None]:
-    """All processes of a component stand still for most of the time."""
+    """Stop all processes of a component for the share `STOPPED` of the time."""
     status = asyncio.run(ControlClient(run.root).status())
     pids = next(row.pids for row in status.components if row.name == component)
     over = threading.Event()
@@ -157,10 +157,12 @@ def slowed(run: RunDir, component: str) -> Iterator[None]:
 
 
 class Stack:
-    """The demo under `atropos-tui up --headless`, with `planted_env`."""
+    """The demo with `planted_env`, started by `atropos-tui up --headless`."""
 
     def __init__(self, folder: Path, sets: dict[str, Any], profile: str | Path = "") -> None:
-        """`profile`: instead of the demo's, with environments of its own."""
+        """Args:
+        profile: replaces the demo's profile; it names its own environments.
+        """
         self.folder, self.root = folder, folder / "run"
         self._switch = folder / "plant"
         planted = {
@@ -190,7 +192,7 @@ class Stack:
         self.watch = Watch(self.root)
 
     def trains(self) -> None:
-        """Wait until steps come and nothing is wrong."""
+        """Wait until the run trains without a problem."""
         self.first_step()
         seconds, last = self.watch.until(("healthy", "limited by training", "take turns"), START_S)
         if seconds is None:
@@ -199,7 +201,7 @@ class Stack:
             )
 
     def shares(self, steps: int) -> dict[str, float]:
-        """Each environment's share of the groups of the next `steps` optimizer steps."""
+        """Return each environment's share of the groups in the next `steps` optimizer steps."""
         tail, give_up = RecordTail(self.watch.run.telemetry_jsonl), time.monotonic() + START_S
         for _ in tail.rest():
             pass
@@ -249,7 +251,7 @@ class Stack:
 
     @contextmanager
     def without_api(self) -> Iterator[None]:
-        """run-api is stopped, and started again at the end."""
+        """Stop run-api; start it again at the end."""
         self._command("stop", "api")
         self._until("api", State.STOPPED)
         try:
@@ -260,7 +262,7 @@ class Stack:
 
     @contextmanager
     def without_engine(self) -> Iterator[None]:
-        """The engine is killed by a command; at the end it and the trainer are up again."""
+        """Kill the engine by a command; at the end wait until it and the trainer are healthy."""
         self._command("kill", "vllm")
         self._until("vllm", State.STARTING)
         try:
@@ -296,8 +298,10 @@ class Stack:
 
 
 def fill(folder: Path) -> Path:
-    """Leave 4 MB of a disk of `folder`'s own; the file that takes the rest, which is empty on a
-    disk of others."""
+    """Fill the file system of `folder` except 4 MB; return the file that fills it.
+
+    The file stays empty if `folder` is not a mount of its own.
+    """
     filler, free = folder / "filler", os.statvfs(folder)
     with filler.open("wb") as file:
         if folder.is_mount():
@@ -321,10 +325,10 @@ IN_THE_DEMO: dict[str, Callable[[Stack], contextlib.AbstractContextManager[None]
     "group None": lambda stack: stack.switched("none"),
     "few requests": lambda stack: stack.switched("few"),
 }
-"""Situations of one demo, in this order, and how each is planted."""
+"""Situations of one demo in their order, and the context manager that causes each."""
 
 WITHOUT_END = ("healthy",)
-"""Situations whose sentence may stay."""
+"""Situations whose verdict has no end."""
 
 
 class Row(NamedTuple):
@@ -332,25 +336,25 @@ class Row(NamedTuple):
 
     situation: str
     seconds: float | None
-    """Until the right sentence came; None: never."""
+    """Seconds until the right verdict; None: never."""
     sentence: str
     gone_s: float | None = None
-    """Until it was gone after the end of its cause; None: never, or not measured."""
+    """Seconds from the end of its cause to its end; None: never, or not measured."""
     has_end: bool = False
     note: str = ""
-    """Another fault, in words; empty where there is none."""
+    """Description of another fault; empty if there is none."""
 
     @property
     def wrong(self) -> str:
-        """The fault, in words; empty where there is none."""
+        """Description of the fault; empty if there is none."""
         if self.seconds is None or self.seconds > RIGHT_S:
-            return "no right sentence in time"
+            return "no right verdict in time"
         late = self.has_end and (self.gone_s is None or self.gone_s > GONE_S)
         return "stays too long" if late else self.note
 
 
 def in_the_demo(wanted: Callable[[str], bool]) -> Iterator[Row]:
-    """Each into a run that trains."""
+    """Yield the results of the situations in one training demo."""
     with tempfile.TemporaryDirectory() as place, on_small_disk(Path(place)) as folder:
         stack = Stack(folder, {})
         try:
@@ -364,7 +368,7 @@ def in_the_demo(wanted: Callable[[str], bool]) -> Iterator[Row]:
                     yield Row(
                         name, seconds, line, stack.watch.until_gone(WORDS[name]), has_end=True
                     )
-                if not (name == BEFORE_HEALTHY and wanted("healthy")):  # whose clock begins there
+                if not (name == BEFORE_HEALTHY and wanted("healthy")):  # its time counts from here
                     stack.trains()
         finally:
             stack.close()
@@ -372,7 +376,7 @@ def in_the_demo(wanted: Callable[[str], bool]) -> Iterator[Row]:
 
 @contextmanager
 def on_small_disk(folder: Path) -> Iterator[Path]:
-    """A tmpfs where that is allowed, else an ordinary folder, in which the disk is never full."""
+    """Mount a tmpfs on `folder` if that is allowed; else its disk never becomes full."""
     command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m,mode=0700", "none", str(folder)]
     is_mounted = subprocess.run(command, check=False, capture_output=True).returncode == 0
     try:
@@ -383,7 +387,10 @@ def on_small_disk(folder: Path) -> Iterator[Path]:
 
 
 def lag() -> Iterator[Row]:
-    """A demo whose environment runs ahead of what the trainer takes; from its first step on."""
+    """Yield the result of a demo whose environment generates more than the trainer takes.
+
+    The time counts from the first step.
+    """
     ahead = {
         "env.args.env.max_batches_offpolicy": 4,
         "env.args.env.max_num_workers": 64,
@@ -411,7 +418,7 @@ args = {{ env = {{ group_size = 8, max_batches_offpolicy = 1 }} }}
 
 
 def slow_judge() -> Iterator[Row]:
-    """A demo of two environments, one of which takes two seconds longer for a rollout."""
+    """Yield the result of a demo with two environments, one of which is slow."""
     with tempfile.TemporaryDirectory() as place:
         folder, demo = Path(place), find_profile("demo").read_text()
         both = "".join(
@@ -439,7 +446,7 @@ def slow_judge() -> Iterator[Row]:
 
 
 def wrong_share(shares: dict[str, float]) -> str:
-    """The environment whose share of the groups is off its weight; empty where none is."""
+    """Describe the environment whose share of the groups differs from its weight; else empty."""
     for name, weight in WEIGHTS.items():
         due = weight / sum(WEIGHTS.values())
         if abs(shares.get(name, 0.0) - due) > SHARE_BOUND * due:
@@ -448,7 +455,7 @@ def wrong_share(shares: dict[str, float]) -> str:
 
 
 def engine_dead() -> Iterator[Row]:
-    """Three children that stand in for engines, one of which is killed."""
+    """Yield the result of three child processes in place of engines, one of which is killed."""
     ready = Probes(readiness=Probe(checks=[LogCheck(pattern="up")], interval_s=0.1))
     again = RestartPolicy(backoff_s=30.0)
     parts = [
@@ -467,7 +474,7 @@ def engine_dead() -> Iterator[Row]:
 
 
 def tell(rows: list[Row], *, as_json: bool) -> int:
-    """Print what was seen; the exit status, 1 where something is wrong."""
+    """Print the results; return the exit status, 1 if one is wrong."""
     if as_json:
         print(json.dumps([row._asdict() | {"wrong": row.wrong} for row in rows]))
     else:
@@ -489,13 +496,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", nargs="+", default=[], metavar="NAME", help="situations whose names begin so"
+        "--only", nargs="+", default=[], metavar="NAME", help="beginnings of situations' names"
     )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # its run is ended like that of an interrupted one
+    # SIGTERM raises KeyboardInterrupt, so the run is stopped as after Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def wanted(name: str) -> bool:
         return not options.only or name.startswith(tuple(options.only))

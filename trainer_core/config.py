@@ -42,7 +42,7 @@ def parse_layer_indices(value: Any) -> Any:
         if not first.isdigit() or (dash and not last.isdigit()):
             raise ValueError(f"{part.strip()!r} is not a layer index; write 20-31 or 0-3,28-31")
         if dash and int(last) < int(first):
-            raise ValueError(f"the range {part.strip()} runs backwards")
+            raise ValueError(f"the range {part.strip()} ends before it begins")
         indices.update(range(int(first), int(last or first) + 1))
     return sorted(indices)
 

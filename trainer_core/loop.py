@@ -604,7 +604,9 @@ class Run:
         if lost:
             print(f"The weights of step {self.step} are lost with {cause}: {lost}. {last}")
         else:
-            print(f"✓ No step is lost: the weights of step {self.step} outlived {cause}. {last}")
+            ended = "the end of the server" if isinstance(error, EngineGone) else "the error"
+            kept = f"the weights of step {self.step} are intact after {ended}"
+            print(f"✓ No step is lost: {kept}. {last}")
 
     def judge(
         self, outcome: StepOutcome, probe: ProbeDiffs | None, lags: Lags, samples: Samples

@@ -213,7 +213,7 @@ async def start_engine(args: Namespace, why_not: str | None, sock: Any) -> Async
         with compat.starting("vLLM's engine"):
             compat.inspect_models_here()
             if why_not:
-                logger.info("the engine process starts afresh, and imports vLLM again: %s", why_not)
+                logger.info("the engine process is not forked, and imports vLLM again: %s", why_not)
                 client = compat.build_async_engine_client(args)
             else:
                 plugin.prepare_fork(sock.fileno())

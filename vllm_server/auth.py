@@ -393,7 +393,7 @@ OTHER_USER = (
 def _check_server(headers: Headers, access: Access) -> JSONResponse | None:
     meant = headers.get(INSTANCE_HEADER)
     if meant is not None and meant != access.instance_id:
-        now = f"this is {access.instance_id} in its place"
+        now = f"{access.instance_id} has replaced it"
         return error_response(GONE_STATUS, f"server {meant} is gone; {now}")
     return error_response(GONE_STATUS, ENDING) if access.ending else None
 

@@ -76,7 +76,7 @@ async def answered(action: Coroutine[Any, Any, Any]) -> Any:
             logger.warning("%s", error, exc_info=error.__cause__)
         return error_response(error.status, str(error))
     except Exception as error:
-        logger.exception("the engine did not follow")
+        logger.exception("the engine did not carry out the request")
         return error_response(503, f"{type(error).__name__}: {error}")
 
 
@@ -227,7 +227,7 @@ class WeightBridge:
                 await waiting
                 return
             late = f"requests in flight did not end within {request.wait_s:g} s"
-            logger.warning("%s: the rest is frozen", late)
+            logger.warning("%s: the others are paused", late)
         mode = "abort" if request.in_flight == "recompute" else "keep"
         await self.engine.pause_generation(mode=mode, clear_cache=not self.history.keeps_cache)
         if waiting is not None:
@@ -352,13 +352,15 @@ class WeightBridge:
         async with self.lock:
             expiry = self.state.expire(time.monotonic())
             if expiry == "resume":
-                untouched = "no weights were touched: resuming by itself"
-                logger.warning("the pause's lease is over and %s", untouched)
+                untouched = "no weights were written: generation resumes"
+                logger.warning("the pause's lease has expired and %s", untouched)
                 try:
                     await self.reset_prefix_cache()
                     await self._go_on()
                 except Exception as error:
-                    self.fail(f"the pause's lease is over, and the engine did not go on: {error}")
+                    self.fail(
+                        f"the pause's lease has expired, and the engine did not resume: {error}"
+                    )
             elif expiry == "fault":
                 logger.error("unhealthy: %s", self.state.fault)
 

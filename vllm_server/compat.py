@@ -247,7 +247,7 @@ def forked_engine_client(
             config = super().create_engine_config(*args, **kwargs)
             reason = why_not()
             if reason:
-                logger.info("the engine process starts afresh, and imports vLLM again: %s", reason)
+                logger.info("the engine process is not forked, and imports vLLM again: %s", reason)
             else:
                 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
             return config

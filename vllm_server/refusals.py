@@ -33,8 +33,8 @@ from vllm_server.auth import error_response, path_kind, route_path
 logger = logging.getLogger(__name__)
 
 WHY = (
-    "changes the distribution in a way that the trainer, which knows only the temperature, cannot "
-    "follow, so the returned logprobs would leak into the importance ratio"
+    "changes the distribution, and the trainer knows only the temperature, so the returned "
+    "logprobs would bias the importance ratio"
 )
 AS_ASKED = '`sampling = "as_asked"` under [vllm] takes such options, "refuse" refuses them'
 # Key of the log in a request's scope.
@@ -113,8 +113,8 @@ def served_defaults(model_config: Any) -> dict[str, Any]:
             )
     elif leaking := leaks(served):
         logger.warning(
-            "--generation-config %s makes %s the default of /v1: rollouts go without, or are "
-            "refused unless they name neutral values, as the sampling policy has it",
+            "--generation-config %s makes %s the default of /v1. The sampling policy decides "
+            "whether rollouts ignore it, or are refused unless they send neutral values",
             model_config.generation_config,
             ", ".join(leaking),
         )

@@ -203,7 +203,7 @@ class VerifiersEnv(StackEnv):
             temperature = next(iter(recorded.temperatures), self.config.temperature)
             sequences = branches_of(trace, recorded.turns, temperature)
             if not sequences:
-                raise RolloutFailed("the model was never asked")
+                raise RolloutFailed("it sent no request to the model")
             self._numbers["branches"].append(float(len(sequences)))
             self._numbers["failed"].append(0.0)
             made.append((trace.agent.name, sequences, trace.reward))

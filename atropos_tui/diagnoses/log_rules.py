@@ -336,7 +336,7 @@ LOG_RULES: tuple[LogRule, ...] = (
     ),
     LogRule(
         "trainer_not_registered",
-        "run-api has forgotten the trainer",
+        "run-api has no registration of the trainer",
         "atropos-tui restart {api}: run-api keeps its state in memory, so the components "
         "that use it restart as well",
         # Our trainer registers again by itself; the same line then contains "Registering again".

@@ -40,7 +40,7 @@ class Stack:
         if workers > 1:
             sets["vllm.tensor_parallel"] = workers
         self.live = LiveStack(root, profile=profile, sets=sets | given)
-        self.spoilt: dict[Path, int] = {}
+        self.overwritten: dict[Path, int] = {}
         """Lines of its files that were overwritten on purpose."""
         self.resumed = False
         self._steps: list[tuple[float, int]] = []
@@ -87,7 +87,7 @@ class Stack:
             self._read += len(whole) + 1 if whole else 0
             for line in whole.splitlines():
                 if b'"kind":"step"' in line:
-                    with contextlib.suppress(ValueError):  # a line that was spoilt on purpose
+                    with contextlib.suppress(ValueError):  # a line that a fault has overwritten
                         record = json.loads(line)
                         self._steps.append((record["time"], record["step"]))
         return self._steps

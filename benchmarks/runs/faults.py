@@ -1,8 +1,7 @@
-"""Faults that harm a running stack and undo the harm where it is not permanent.
+"""Faults injected into a running stack. A temporary fault is undone at its end.
 
-Faults that need a network, a /dev/shm or a disk of the run's own are offered only inside of
-`isolated` namespaces, so that nobody else's programs are hit. A clock that jumps needs a C compiler
-(`clock.c`).
+Faults of the network, of /dev/shm and of the disk run only inside separate namespaces (`isolated`),
+so that they do not affect other programs. The clock that jumps needs a C compiler (`clock.c`).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 """Values of <linux/sockios.h> and <net/if.h>."""
 MOUNT = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m,mode=0700", "none"]
 LONGEST_S = 20.0
-"""How long a process stands still, and a resource is used up, at most."""
+"""Longest duration in seconds of a stop, and of the exhaustion of a resource."""
 COUNTER = "counter"
 """A component that writes numbered lines."""
 COUNTING = (
@@ -98,7 +97,7 @@ def with_clock(folder: Path) -> bool:
 
 
 def processes(stack: Stack) -> dict[str, psutil.Process]:
-    """The processes of the run by what they are for; those that nobody else names are left out."""
+    """Return the run's live processes by their role: the supervisor, components, and helpers."""
     status = stack.status()
     found: dict[str, int | None] = {"supervisor": status.supervisor_pid}
     for component in status.components:
@@ -124,20 +123,24 @@ Act = Callable[[Stack, random.Random], str]
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault; `act` returns the process it hit. A run that the fault `ends` is resumed."""
+    """A fault. `act` injects it, and returns a description of what it hit."""
 
     name: str
     act: Act
     ends: tuple[int, ...] = ()
-    """Exit codes with which the run then has to end."""
+    """Expected exit codes of the run, if the fault ends it. The run is then resumed."""
     isolated: bool = False
-    """Only where nobody else is hit."""
+    """Offered only inside separate namespaces."""
 
 
 def choose(stack: Stack, dice: random.Random, among: tuple[str, ...]) -> tuple[str, psutil.Process]:
-    """Choose a live process of `among`, and wait for one where none lives (`lora_restart` is often
-    without an engine). The dice are thrown once in either case. Raises: NotRecovered: none of them
-    starts."""
+    """Choose a live process of `among`; wait for one if none is alive.
+
+    `lora_restart` often has no engine. The number of random draws is the same in either case.
+
+    Raises:
+        NotRecovered: none of them starts.
+    """
     order = sorted(among, key=lambda _: dice.random())
     give_up = time.monotonic() + LONGEST_S
     while True:
@@ -146,7 +149,7 @@ def choose(stack: Stack, dice: random.Random, among: tuple[str, ...]) -> tuple[s
             if name in alive:
                 return name, alive[name]
         if time.monotonic() > give_up:
-            raise NotRecovered(f"none of {', '.join(among)} lives")
+            raise NotRecovered(f"none of {', '.join(among)} is alive")
         time.sleep(0.1)
 
 
@@ -174,7 +177,7 @@ def stopped(*among: str) -> Act:
 
 
 def limited(limit: int, what: Callable[[psutil.Process], int]) -> Act:
-    """Use up a resource of one process: it gets no more than it has, for a while."""
+    """Limit a resource of one process to its present use, for some seconds."""
 
     def act(stack: Stack, dice: random.Random) -> str:
         name, process = choose(
@@ -192,7 +195,7 @@ def limited(limit: int, what: Callable[[psutil.Process], int]) -> Act:
 
 
 def filled(folder: Callable[[Stack], Path]) -> Act:
-    """Fill a file system to the last byte, for a while."""
+    """Fill a file system to the last byte, for some seconds."""
 
     def act(stack: Stack, dice: random.Random) -> str:
         ballast = folder(stack) / "ballast"
@@ -210,7 +213,7 @@ def filled(folder: Callable[[Stack], Path]) -> Act:
     return act
 
 
-def cut(stack: Stack, dice: random.Random) -> str:
+def connections_reset(stack: Stack, dice: random.Random) -> str:
     """Reset every connection of one server."""
     name = dice.choice(["api", "vllm"])
     port = stack.component(name).port
@@ -223,8 +226,8 @@ def cut(stack: Stack, dice: random.Random) -> str:
     return f"connections of {name}"
 
 
-def parted(stack: Stack, dice: random.Random) -> str:
-    """Nothing reaches anybody for a while."""
+def loopback_down(stack: Stack, dice: random.Random) -> str:
+    """Switch the loopback off for some seconds."""
     seconds = dice.uniform(1, LONGEST_S)
     loopback(up=False)
     try:
@@ -234,11 +237,11 @@ def parted(stack: Stack, dice: random.Random) -> str:
     return f"loopback, {seconds:.0f} s"
 
 
-def port_wanted(stack: Stack, dice: random.Random) -> str:
-    """Try for ten seconds to get the port of a server that was killed: the run holds it.
+def port_bind_attempt(stack: Stack, dice: random.Random) -> str:
+    """Kill a server, and try for ten seconds to bind its port, which the run holds.
 
     Raises:
-        NotRecovered: it was to be had.
+        NotRecovered: the port was free.
     """
     name = dice.choice(["api", "vllm"])
     server = stack.component(name)
@@ -252,12 +255,12 @@ def port_wanted(stack: Stack, dice: random.Random) -> str:
                 if error.errno != errno.EADDRINUSE:
                     raise
             else:
-                raise NotRecovered(f"the port of {name} was to be had while it was away")
+                raise NotRecovered(f"the port of {name} was free while the server was down")
         time.sleep(0.02)
     return f"port of {name}"
 
 
-def spoilt(stack: Stack, dice: random.Random) -> str:
+def line_overwritten(stack: Stack, dice: random.Random) -> str:
     """Overwrite one line in the middle of a record or log file."""
     run = stack.live.run
     paths = [run.telemetry_jsonl, run.supervisor_jsonl, *sorted(run.root.glob("eval.*.jsonl"))]
@@ -270,12 +273,12 @@ def spoilt(stack: Stack, dice: random.Random) -> str:
     with path.open("r+b") as file:
         file.seek(sum(map(len, lines[:number])))
         file.write(dice.randbytes(len(lines[number]) - 1).replace(b"\n", b"?"))
-    stack.spoilt[path] = stack.spoilt.get(path, 0) + 1
+    stack.overwritten[path] = stack.overwritten.get(path, 0) + 1
     return f"{path.relative_to(run.root)}, line {number + 1}"
 
 
 def clock_jumped(stack: Stack, dice: random.Random) -> str:
-    """The wall clock of every process of the run jumps, and back again later."""
+    """Let the wall clock of every process of the run jump, and jump back some seconds later."""
     seconds, jump = dice.uniform(2, LONGEST_S), dice.choice([-86_400, -3600, -10, 10, 3600, 86_400])
     told = Path(os.environ["CHAOS_CLOCK"])
     for ahead in (jump, 0):
@@ -286,14 +289,14 @@ def clock_jumped(stack: Stack, dice: random.Random) -> str:
 
 
 def ended(stack: Stack) -> None:
-    """Ask the run to end, and wait for it."""
+    """Send SIGTERM to the run, and wait for its end."""
     assert stack.live.process is not None
     stack.live.process.terminate()
     stack.live.process.wait(60)
 
 
-def checkpoint_cut(stack: Stack, dice: random.Random) -> str:
-    """Between two supervisors a file of the newest checkpoint loses its end."""
+def checkpoint_truncated(stack: Stack, dice: random.Random) -> str:
+    """End the run, and truncate a file of its newest checkpoint."""
     ended(stack)
     newest = max(stack.live.run.checkpoints.glob("*step_*"), key=lambda path: path.stat().st_mtime)
     path = dice.choice(
@@ -304,11 +307,10 @@ def checkpoint_cut(stack: Stack, dice: random.Random) -> str:
 
 
 def port_taken(stack: Stack, dice: random.Random) -> str:
-    """Between two supervisors somebody listens at a port of the run: it is refused, and told who
-    has it.
+    """End the run, occupy one of its ports, and expect `up --resume` to refuse with the port.
 
     Raises:
-        NotRecovered: it is not.
+        NotRecovered: the resume did not refuse.
     """
     name = dice.choice(["api", "vllm"])
     port = stack.component(name).port
@@ -345,11 +347,11 @@ FAULTS = (
     ),
     Fault("disk full", filled(lambda stack: stack.live.root.parent), isolated=True),
     Fault("/dev/shm full", filled(lambda _: Path("/dev/shm")), isolated=True),
-    Fault("connections cut", cut, isolated=True),
-    Fault("network away", parted, isolated=True),
-    Fault("port wanted", port_wanted),
+    Fault("connections reset", connections_reset, isolated=True),
+    Fault("loopback down", loopback_down, isolated=True),
+    Fault("port bind attempt", port_bind_attempt),
     Fault("port taken", port_taken, ends=(2,)),
-    Fault("checkpoint cut short", checkpoint_cut, ends=(130,)),
-    Fault("line spoilt", spoilt),
+    Fault("checkpoint truncated", checkpoint_truncated, ends=(130,)),
+    Fault("line overwritten", line_overwritten),
 )
 CLOCK = Fault("clock jumps", clock_jumped)

@@ -1,7 +1,7 @@
-"""Environments that take turns in one real stack, three steps each, and the rows of their table.
+"""Run environments one after another in one stack, three steps each; collect rows for a table.
 
-The engine's start is what costs most, so one `atropos-tui up` has many environments. Each waits for
-its turn behind a component that ends when a file appears.
+Most of the time is the engine's start, so one `atropos-tui up` has many environments. Each depends
+on a gate: a component that ends when a file appears.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ STEPS = 3
 GROUP = 4
 BATCH = 8
 A_STACK = 12
-"""Files that take turns in one stack: the engine's start is what costs most."""
+"""Environments of one stack."""
 RECORDING = "rollouts.jsonl"
 SILENT = "no group came in time"
 FEWEST_GROUPS = STEPS * BATCH // GROUP
-"""Groups of three steps: with fewer, some would be another environment's."""
+"""Groups of three steps. With fewer, some groups of the steps came from another environment."""
 READY_S, EACH_S = 300.0, 120.0
-"""Patience for the engine and the trainer, and for three steps of one environment that runs."""
+"""Timeouts in seconds: start of engine and trainer; three steps of a running environment."""
 PROFILE = """
 name = "upstream"
 model = {model}
@@ -104,12 +104,12 @@ depends_on = {{api = "healthy", {gate} = "completed"}}
 [component.{gate}]
 command = ["sh", "-c", "until [ -e {go} ]; do sleep 1; done"]
 """
-"""Each waits for its turn: the gate before it ends when its file is there."""
+"""Sections of one environment and its gate, which ends when the file `go` exists."""
 
 
 @dataclass(eq=False)
 class Turn:
-    """One environment on its way: its keys in the profile, and its row of the table."""
+    """One environment: its keys in the profile, and its row of the table."""
 
     name: str
     keys: dict[str, Any]
@@ -118,12 +118,12 @@ class Turn:
     env: dict[str, str]
     row: dict[str, Any] = field(default_factory=dict)
     text: str = ""
-    """Further sections of the profile, such as a component of its own."""
+    """Further sections of the profile, such as another component."""
     patience_s: float = EACH_S
-    """For its start, and for its three steps."""
+    """Timeout for its start, and for its three steps."""
 
     def write(self, results: Path) -> None:
-        """Keep the record."""
+        """Write the row to `results`, and print its outcome."""
         (results / f"{self.name}.json").write_text(json.dumps(self.row, indent=1) + "\n")
         print(
             f"{self.row['outcome']:8} {self.row['path']}: "
@@ -133,7 +133,7 @@ class Turn:
 
 
 def new_row(path: str, shown: dict[str, Any], data: list[str], reason: str = "") -> dict[str, Any]:
-    """Return the row of an environment that has not run."""
+    """Return the row of an environment that has not run yet."""
     return {
         "path": path,
         "outcome": "failed",
@@ -151,11 +151,12 @@ def new_row(path: str, shown: dict[str, Any], data: list[str], reason: str = "")
 def run_stack(
     chunk: Sequence[Turn], results: Path, model: Path, *, until: float = math.inf
 ) -> list[Turn]:
-    """One `atropos-tui up` in which they take turns; those that had none, because a stack ended
-    early or it was time, are returned.
+    """Run the environments of `chunk` one after another in one `atropos-tui up`.
+
+    Return those that did not run, because the stack ended early or `until` was over.
 
     Args:
-        until: time (`time.monotonic`) from which on no turn begins.
+        until: start no environment after this time (`time.monotonic`).
     """
     root = results / "work" / f"run-{int(time.time())}"
     gates = {
@@ -193,7 +194,7 @@ def run_stack(
 
 
 def write_profile(path: Path, gates: dict[str, Path], chunk: Sequence[Turn], model: Path) -> Path:
-    """The stack's profile, with ports that are free now."""
+    """Write the stack's profile, with free ports, and return its path."""
     api, engine = free_ports(2)
     text = PROFILE.format(
         model=json.dumps(str(model)),
@@ -223,10 +224,10 @@ def take_turn(
     stack: subprocess.Popen[bytes],
     call_next: Callable[[], None] | None = None,
 ) -> None:
-    """Wait for its three steps, its end, or the end of patience; then stop it and fill in its row.
+    """Wait for three steps, the environment's end or the timeout; then stop it and fill in its row.
 
     Args:
-        call_next: starts the next environment, whose imports take longer than three steps.
+        call_next: starts the next environment, because its imports take longer than three steps.
     """
     name, before = turn.name, 0
 
@@ -318,19 +319,15 @@ def _recorded_ids(run: RunDir, name: str) -> dict[str, Any]:
 
 
 def _silence(log: str) -> str:
-    """Why one that runs sends nothing: a key that it misses, or what it called an error."""
+    """Return why a running environment sends no group: a missing API key, or its last error."""
     key = re.search(r"\b[A-Z][A-Z_]*API_KEY\b", log)
     errors = re.findall(r"^\S+ \S+ ERROR [\w.]+: (.*)$", log, re.MULTILINE)
     said = "; ".join([*([f"wants {key[0]}"] if key else []), *errors[-1:]])
-    return (
-        f"{SILENT}: {said}"[:200]
-        if said
-        else f"{SILENT}; it leaves out groups whose answers are all worth the same"
-    )
+    return f"{SILENT}: {said}"[:200] if said else f"{SILENT}; it leaves out flat groups"
 
 
 def _until(condition: Callable[[], bool], stack: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Wait until it holds; False where the stack ends before, or the time is over."""
+    """Wait for the condition; return False if the stack ends first, or after the timeout."""
     end = time.monotonic() + seconds
     while not (held := condition()) and time.monotonic() < end and stack.poll() is None:
         time.sleep(0.5)
@@ -357,13 +354,13 @@ def _steps(run: RunDir) -> int:
 
 
 def _counts(run: RunDir, name: str) -> EnvCountsRecord:
-    """The last that it told."""
+    """Return the environment's newest counts."""
     told = [each for each in _records(run.eval_jsonl(name)) if isinstance(each, EnvCountsRecord)]
     return told[-1] if told else EnvCountsRecord(env=name, sent=0)
 
 
 def _ended(run: RunDir, name: str) -> bool:
-    """It ended by itself."""
+    """Return True if the component is not running any more."""
     states = [
         each
         for each in _records(run.supervisor_jsonl)
@@ -397,8 +394,7 @@ def _records(path: Path) -> Iterator[Any]:
 
 @contextmanager
 def machine_lock() -> Iterator[None]:
-    """Run one stack at a time among all programs that take the same lock (ATROPOS_BENCH_LOCK names
-    the file)."""
+    """Let only one of the programs with the same lock file (ATROPOS_BENCH_LOCK) run a stack."""
     path = os.environ.get("ATROPOS_BENCH_LOCK")
     if path is None:
         yield

@@ -98,7 +98,10 @@ class Cockpit:
         step = self.files.telemetry("step")[-1].step
         self.until_step(step + 2)
         said = self.files.run.log("trainer", attempt).read_text()
-        assert f"No step is lost: the weights of step {step} outlived the server" in said
+        assert (
+            f"No step is lost: the weights of step {step} are intact after the end of the server"
+            in said
+        )
         return int(step)
 
     def curves_follow(self) -> None:

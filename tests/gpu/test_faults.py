@@ -83,7 +83,7 @@ def test_nothing_planted_stays_aligned(clean: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "words"), [("mlp.gate_up_proj.weight", "only in part"), ("", "stands still")]
+    ("part", "words"), [("mlp.gate_up_proj.weight", "only in part"), ("", "has not moved")]
 )
 def test_tensors_that_the_server_does_not_see(
     clean: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, words: str

@@ -88,9 +88,9 @@ async def wait_until(
     return time.monotonic() - began
 
 
-def check_records(run: RunDir, spoilt: int = 0, resumed: bool = False) -> None:
+def check_records(run: RunDir, overwritten: int = 0, resumed: bool = False) -> None:
     """Assert that every step of the journal is allowed and that sequences have no gap, up to a torn
-    last line and `spoilt` overwritten lines. A `resumed` run has a new sequence under each
+    last line and as many `overwritten` lines. A `resumed` run has a new sequence under each
     supervisor."""
     lines = run.supervisor_jsonl.read_bytes().splitlines(keepends=True)
     bad, seq = 0, -1
@@ -111,7 +111,7 @@ def check_records(run: RunDir, spoilt: int = 0, resumed: bool = False) -> None:
             assert row.old == before or (resumed and row.old == "pending"), line
             check_step(State(row.old), State(row.new))
             last[row.component] = row.new
-    assert bad <= spoilt, f"{bad} lines are no records"
+    assert bad <= overwritten, f"{bad} lines are no records"
 
 
 NOTE = re.compile(

@@ -155,7 +155,7 @@ def test_all_problems_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         ("--world-size 2", "torchrun sets the number of ranks"),
         ("--lr inf", "--lr 'inf': Input should be a finite number"),
         ("--stop-reward nan", "finite"),
-        ("--train-layer-indices 3-1", "backwards"),
+        ("--train-layer-indices 3-1", "ends before it begins"),
         ("--single-copy", "needs --weight-bridge-mode"),
         ("--weight-bridge-mode shared_vllm --resume /nowhere/step_3", "not a checkpoint"),
     ],

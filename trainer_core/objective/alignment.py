@@ -298,7 +298,7 @@ def _alike(then: DiffSums, now: DiffSums) -> str | None:
 def _how_stale(then: DiffSums, now: DiffSums) -> str:
     train, inference = _moved(then, now)
     if inference <= STILL * train:
-        return f"the server's mean stands still while the trainer's has moved by {train:.2g}"
+        return f"the server's mean has not moved, and the trainer's has moved by {train:.2g}"
     return (
         f"the server follows only in part (means moved by {inference:.2g} there, {train:.2g} "
         f"here): a tensor is not shared, or a compiled graph uses a copy"

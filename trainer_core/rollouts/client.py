@@ -208,7 +208,8 @@ class RunApi:
         if info.get("batch_size") == wanted and self._registered:
             return True
         if info.get("batch_size") == NO_TRAINER and self._registered:
-            print(f"run-api has forgotten this trainer. Registering again at step {self._step}.")
+            restarted = "run-api was restarted and has no registration of this trainer."
+            print(f"{restarted} Registering again at step {self._step}.")
         self._registered = False
         # `wanted` may be our own registration of an earlier attempt; registering again changes
         # nothing.

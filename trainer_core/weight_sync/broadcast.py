@@ -185,7 +185,7 @@ class Broadcast(SeparateWeights):
         back = False
         for engine, info in self._present(CHECK_S / 2).items():
             if engine in self.fed and info.instance_id != self._members[engine].instance_id:
-                self._leave_out(engine, "it is another server now")
+                self._leave_out(engine, "another server has replaced it")
             back |= engine not in self.fed and not self._backoff.active(info.instance_id)
         # Without any server the trainer waits; one more server is worth a new group.
         if back or not (self.fed or self._optional):
@@ -366,7 +366,7 @@ class Broadcast(SeparateWeights):
         def late(stage: Stage) -> list[str]:
             return sorted({owners[rank] for rank in meeting.missing(stage)})
 
-        come = f"did not come to {meeting.address}:{meeting.port}"
+        come = f"did not connect to {meeting.address}:{meeting.port}"
 
         def everyone_is_here() -> bool:
             return not meeting.missing("here")
@@ -472,7 +472,7 @@ class Broadcast(SeparateWeights):
         dead = {name: e for name, e in gone if not e.answered}
         silent = [] if dead else [name for name in missing if name in calls.waiting()]
         causes = dead or ({} if silent else failures) or {"": error}
-        reasons = [f"no word from {name}" for name in silent]
+        reasons = [f"no answer from {name}" for name in silent]
         reasons += [first_line(cause) for cause in causes.values()]
         lost = [*dead, *silent]
         text = f"the broadcast broke (phase {phase}): {'; '.join(reasons)}"

@@ -177,7 +177,7 @@ class Offline(WeightSync):
     def attach(self, start: Start) -> torch.nn.Module:
         """Return the policy with the weights of `start`."""
         config = self.config
-        print("No server: no probe of its logprobs, and policy lag only as far as it was recorded")
+        print("No server: there is no logprob probe, and the policy lag is the recorded one")
         if config.trains_adapters:
             adapted = LoraSwap(config, self.device, self.stop)
             adapted.world = self.world

@@ -84,7 +84,7 @@ class Orders:
                     threading.Thread(target=self._listen, args=(rank,), daemon=True).start()
                     until = time.monotonic() + ARRIVAL_S
                 if time.monotonic() > until:
-                    late = "not every rank of the trainer came for its orders"
+                    late = "not every rank of the trainer connected to rank 0"
                     raise RankGone(f"{late} within {ARRIVAL_S:.0f} s")
         # Removes the folder: after a SIGKILL nothing else would.
         self._stop_listening()
@@ -271,7 +271,7 @@ class Follower:
         def written() -> bool:
             return self._written >= version
 
-        self._until(written, "transfer", f"it has not come to version {version}")
+        self._until(written, "transfer", f"it has not reached version {version}")
         self._group.send(self._what)
         self._until(self._group.sent, "transfer", "the others did not take its rows")
 

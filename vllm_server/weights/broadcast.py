@@ -60,7 +60,9 @@ class Transfers:
                 try:
                     await self._workers(self._receive(request), request.timeout_s)
                 except BrokenTransfer as error:
-                    self.bridge.fail(f"weights were half received and must not answer: {error}")
+                    self.bridge.fail(
+                        f"weights were received only in part, so requests are refused: {error}"
+                    )
                     raise
             with timed(phases, "resume"):
                 await self.bridge.reset_prefix_cache()

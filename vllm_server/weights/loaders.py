@@ -239,7 +239,7 @@ def _layout(parameters: dict[str, torch.nn.Parameter]) -> tuple[dict[str, int], 
 def _create(path: Path, size: int) -> None:
     if path.is_symlink() or (path.exists() and path.stat().st_uid != os.getuid()):
         fix = "set ATROPOS_SHM_NAME to another name"
-        raise SharedWeightsError(f"{path} is in the way and not ours; {fix}")
+        raise SharedWeightsError(f"{path} exists and belongs to another user, or is a link; {fix}")
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
@@ -263,7 +263,7 @@ def describe_shared_file(model: torch.nn.Module) -> Shard:
     entries = {}
     for name, parameter in _parameters(model):
         if parameter.untyped_storage().data_ptr() != _mapping.data_ptr():
-            fault = f"{name} left the shared file after loading"
+            fault = f"{name} is outside the shared file after loading"
             raise SharedWeightsError(f"{fault}; this model cannot run in single copy")
         entries[name] = _entry(parameter)
     return Shard(

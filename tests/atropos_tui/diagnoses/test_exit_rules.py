@@ -115,7 +115,7 @@ RAISED = [
         (
             [FORGOT],
             1,
-            "forgotten the trainer",
+            "no registration of the trainer",
             FORGOT,
             "atropos-tui restart api: ",
             "trainer_not_registered",

@@ -105,7 +105,7 @@ BACKEND = (
     "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.18.6"
 )
 BROKE = (
-    "Waiting for the inference server: the broadcast broke (phase receive): no word from "
+    "Waiting for the inference server: the broadcast broke (phase receive): no answer from "
     "http://127.0.0.1:9001; no "
     "data for 60 s"
 )
@@ -146,7 +146,7 @@ WORDS = [
         "sampling_adjusted",
         "WARNING 11-22 18:59:39 [vllm_server] adjusted 64 requests to /v1/completions: "
         "top_p=0.95, top_k=20 left out: "
-        "changes the distribution in a way that the trainer cannot follow. `sampling = "
+        "changes the distribution, and the trainer knows only the temperature. `sampling = "
         '"as_asked"` under [vllm] takes',
     ),
     (
@@ -364,7 +364,11 @@ INNOCENT = [
         TRAINER,
         "run-api says: Trainer not registered. Call /register first. Registering again at step 7.",
     ),
-    (TRAINER, "run-api has forgotten this trainer. Registering again at step 7."),
+    (
+        TRAINER,
+        "run-api was restarted and has no registration of this trainer. "
+        "Registering again at step 7.",
+    ),
     (TRAINER, "[WARNING] 4 sequences left out: older than --max-policy-lag 2"),
     (
         TRAINER,

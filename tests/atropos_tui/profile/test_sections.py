@@ -271,7 +271,7 @@ def test_problems_name_the_file_in_which_the_key_stands(tmp_path: Path) -> None:
         ),
         (
             {"trainer": {"train_layer_indices": "9-1"}},
-            "trainer.train_layer_indices: the range 9-1 runs backwards",
+            "trainer.train_layer_indices: the range 9-1 ends before it begins",
         ),
         (
             {"trainer": {"device": "tpu"}},

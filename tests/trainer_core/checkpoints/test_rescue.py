@@ -106,7 +106,7 @@ def test_the_next_attempt_goes_on_bit_for_bit(
     for tensor in mortal.tensors.values():
         tensor.fill_(float("nan"))
     out = capsys.readouterr().out
-    assert "No step is lost: the weights of step 3 outlived the server" in out
+    assert "No step is lost: the weights of step 3 are intact after the end of the server" in out
     (saved,) = checkpoint.complete_checkpoints(folders[1] / "out")
     assert saved.name == "step_3"
 

@@ -121,7 +121,7 @@ def test_what_is_no_outlier(dtype: str, cached: DiffSums, cause: str) -> None:
 
 @pytest.mark.parametrize(
     ("anchor", "words"),
-    [(_sums(-1.7), "stands still"), (_sums(-1.7, -1.2), "only in part (means moved by 0.2 there")],
+    [(_sums(-1.7), "has not moved"), (_sums(-1.7, -1.2), "only in part (means moved by 0.2 there")],
 )
 def test_stale_weights_stand_still_or_follow_in_part(anchor: DiffSums, words: str) -> None:
     gate = AlignmentGate(BOUNDS)
@@ -150,7 +150,7 @@ def test_what_the_first_probe_rounds_by_is_no_drift_later() -> None:
     found = gate.judge(_off(0.0), _rough(0.17, 0.05))
     assert found.verdict == "drift" and found.cause.startswith("rounding: both sides moved alike")
     still = gate.judge(_off(0.0), ProbeDiffs(_sums(-1.25, -0.95), _sums(-1.25, -0.95)))
-    assert still.cause.startswith("stale weights: the server's mean stands still")
+    assert still.cause.startswith("stale weights: the server's mean has not moved")
 
 
 def test_a_bound_that_somebody_chose_stays_and_a_calm_model_keeps_the_plain_one() -> None:
@@ -169,7 +169,7 @@ def test_stale_weights_are_seen_in_rollouts_where_there_is_no_probe() -> None:
     gate = AlignmentGate(BOUNDS)
     assert gate.judge(_off(0.001), None, lag_max=1, version=1).verdict == "ok"
     still = gate.judge(_sums(SERVER - 0.4, SERVER + 0.01), None, lag_max=1, version=2)
-    assert still.verdict == "mismatch" and "stands still" in still.cause
+    assert still.verdict == "mismatch" and "has not moved" in still.cause
     both = gate.judge(_sums(SERVER - 0.8, SERVER - 0.6), None, lag_max=1, version=2)
     assert (both.verdict, both.kind) == ("drift", "large update"), "it follows"
 

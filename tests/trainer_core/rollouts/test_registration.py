@@ -114,7 +114,8 @@ def test_a_reset_in_the_middle_of_a_wait_is_seen_and_registered_anew(
     side.send(GROUP, GROUP)
     assert [each["tokens"] for each in waiting.result(10)] == [GROUP["tokens"]] * 2
     said = capsys.readouterr().out
-    assert said.count("run-api has forgotten this trainer. Registering again at step 7.") == 1
+    again = "run-api was restarted and has no registration of this trainer. Registering again"
+    assert said.count(f"{again} at step 7.") == 1
     assert "not reachable" not in said
 
 

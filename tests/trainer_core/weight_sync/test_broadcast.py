@@ -407,7 +407,7 @@ def test_a_group_that_does_not_form_says_who_is_missing(
     (text,) = sync.left_out.values()
     if "dies at join" not in fault:  # whose later silence is newer
         assert f"phase {phase}" in text and receivers[0].url in text, text
-        assert f"no word from {receivers[0].url}" in text, text
+        assert f"no answer from {receivers[0].url}" in text, text
     assert receivers[1].url not in text, "the one that died is named, not the one that noticed"
 
 

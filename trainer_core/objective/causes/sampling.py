@@ -122,7 +122,7 @@ def filtered(scored: Scored) -> Cause | None:
     return (
         SAMPLING,
         f"every rollout logprob is above the trainer's, by {float(surplus.mean()):.2g} on "
-        f"average: top-p, top-k or min-p took the other tokens away",
+        f"average: top-p, top-k or min-p removed the other tokens",
     )
 
 

@@ -188,7 +188,7 @@ def _older(model: nn.Module, known: Known) -> Iterator[Hypothesis]:
     head = _head_names(model)
     embedding = [n for n in head if n in older]
     for factor, how in ((2.0, "two updates for one"), (0.0, "the older checkpoint's")):
-        why = f"the head differs alone and holds {how}: a tied head that goes its own way"
+        why = f"the head differs alone and holds {how}: a tied head that was updated separately"
         change = _head_change(model, _stepped_head(model, older, factor))
         if change is not None:
             yield Hypothesis(TIED_HEAD, why, change)
