@@ -620,7 +620,7 @@ REFUSED = StallRule(
 )
 NO_BATCHES = StallRule(
     "no_batches",
-    "no batches: the trainer stands still",
+    "no batches: the trainer makes no steps",
     lambda run: {run.trainer: no_batches(run)},
     lambda run, part: is_training(run),
     "optimizer steps come again",

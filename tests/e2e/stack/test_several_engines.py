@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from atropos_common.protocol.bridge import METRIC_REQUESTS
+from atropos_common.protocol.trainer_records import POLICY_LAG
 from atropos_common.system.run_dir import RunDir
 from tests.e2e.live_stack import LiveStack, free_ports
 
@@ -82,7 +83,11 @@ def test_each_engine_gets_its_share_and_every_version(
     ] == NAMES
     lags = [step.policy_lag_max for step in run.steps()]
     assert None not in lags and max(lags) <= 3, "rollouts of both engines have a known version"
-    assert {record.verdict for record in run.telemetry("alignment")} == {"ok"}
+    alignment = run.telemetry("alignment")
+    # Between two loads the engines of `none` have older weights.
+    allowed = POLICY_LAG if mode == "none" else ""
+    wrong = [each for each in alignment if each.verdict != "ok" and each.cause_kind != allowed]
+    assert not wrong, wrong
     if key == "per_gpu":
         copied = [record.phases["copy"] for record in run.telemetry("sync")]
         assert len(copied) >= 8 and max(copied[1:]) < 1.0, copied
