@@ -104,7 +104,7 @@ def test_a_rate_of_short_sequences_is_no_ceiling_for_long_ones() -> None:
 def test_the_ceiling_is_the_one_beside_a_trainer_on_the_same_gpu(
     shared: float, off: float, most: int
 ) -> None:
-    """What the trainer takes of the GPU is no unused capacity of the engine."""
+    """The share of the GPU that the trainer takes is no unused capacity of the engine."""
     found = StepCurve(most)
     for n in RAMP:
         run(found, n, FIXED_S + EACH_S * n, seconds=3.0, shared=0.0)
