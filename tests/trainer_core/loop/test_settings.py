@@ -364,6 +364,6 @@ def test_a_model_that_does_not_fit_says_the_ways_out(
 
     monkeypatch.setattr("trainer_core.loop.accumulate", full)
     with pytest.raises(
-        MemoryFullError, match=r"(?s)Tried to allocate 20 GiB.*--pack-tokens below 8192"
+        MemoryFullError, match=r"(?s)Tried to allocate 20 GiB.*--pack-tokens below 2048"
     ):
         _train(engine, base, tmp_path)
