@@ -138,31 +138,31 @@ class StepCurve:
         """Most tokens a second, beside the trainer if both share a GPU; None: unknown yet."""
         since = self._now - RECENT_S
         # Rates of sequences of another length do not apply to the present ones.
-        pairs = [
-            (new, point)
-            for each in self._bins.values()
-            if (new := each.present(since)) and (point := each.point()) and self._is_present(new)
-        ]
-        if not pairs:
+        present = {
+            at: new
+            for at, each in self._bins.items()
+            if (new := each.present(since)) and self._is_present(new)
+        }
+        if not present:
             return None
-        best = max(new.rate for new, _ in pairs)
-        if max(new.sequences for new, _ in pairs) >= NEARLY_ALL * self.most:
+        best, largest = max(new.rate for new in present.values()), max(present)
+        if present[largest].sequences >= NEARLY_ALL * self.most:
             return best
-        alone = self._fitted_ceiling()
-        if alone is None:
+        alone, fastest = self._fitted_ceiling(), self._bins[largest].point()
+        if alone is None or fastest is None:
             return None
-        # Present speed at the most sequences, by the fastest one there.
-        new, point = max(pairs, key=lambda pair: pair[0].sequences)
-        return max(best, alone * min(1.0, new.rate / point.rate))
+        return max(best, alone * min(1.0, present[largest].rate / fastest.rate))
 
     def _fitted_ceiling(self) -> float | None:
         """Tokens a second at `most` sequences by the fastest steps."""
-        points = [point for each in self._bins.values() if (point := each.point())]
-        most = self.most
+        points, most = self._points(), self.most
         if most > MOST_EXTRAPOLATED * max(point.sequences for point in points):
             return None
         parts = _fitted(points, most, min(1.0, most * self._kv_share))
         return None if parts is None else most / sum(parts)
+
+    def _points(self) -> list[Point]:
+        return [point for each in self._bins.values() if (point := each.point())]
 
     def _is_present(self, point: Point) -> bool:
         share = point.kv_use / point.sequences
@@ -172,7 +172,7 @@ class StepCurve:
 
     def knee(self) -> float | None:
         """Sequences beyond which the token rate hardly rises, at most `most`; None: unknown yet."""
-        points = [point for each in self._bins.values() if (point := each.point())]
+        points = self._points()
         known = [knee for knee in (_seen_knee(points), self._fitted_knee(points)) if knee]
         return min(self.most, *known) if known else None
 

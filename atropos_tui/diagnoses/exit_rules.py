@@ -53,6 +53,10 @@ class Evidence:
     above: tuple[str, ...] = ()
     """Lines before `lines`, searched for the cause only."""
 
+    def __post_init__(self) -> None:
+        # Without colours, which hide the beginning of a line from the rules.
+        object.__setattr__(self, "lines", [ANSI.sub("", line) for line in self.lines])
+
     def last(self, pattern: str) -> tuple[re.Match[str], str] | None:
         for line in reversed(self.lines):
             if match := re.search(pattern, line, re.IGNORECASE):
@@ -108,7 +112,6 @@ def refused_arguments(found: Evidence) -> tuple[str, str, str] | None:
 
 
 def is_wrong_usage(found: Evidence) -> bool:
-    found = without_colours(found)
     hit = found.last(f"{USAGE_LINE}|{OWN_USAGE}") if found.exit_code == 2 else None
     return hit is not None and not is_passing(hit[1])
 
@@ -249,7 +252,6 @@ PASSING_RULES = frozenset(rule.name for rule in (*LOG_RULES, *EXIT_RULES) if rul
 
 
 def diagnose(found: Evidence) -> Diagnosis:
-    found = without_colours(found)
     # The ranks that ended because of the killed one print errors that hide it.
     if killed := [line for line in found.lines if RANK_SIGKILL.match(line)]:
         found = replace(found, lines=killed)
@@ -264,10 +266,6 @@ def lasting_error(rule: str, lines: list[str]) -> str:
     """Return the error line that `rule` explains; empty if a retry can help."""
     line = root_error(lines)
     return "" if line is None or rule in PASSING_RULES or is_passing(line) else line
-
-
-def without_colours(found: Evidence) -> Evidence:
-    return replace(found, lines=[ANSI.sub("", line) for line in found.lines])
 
 
 def _first(rules: tuple[ExitRule, ...], found: Evidence) -> Diagnosis | None:

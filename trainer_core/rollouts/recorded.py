@@ -96,6 +96,8 @@ class RecordedRollouts:
         self._digest = blake2b(self._read(self._places[0].offsets[0]), digest_size=8).hexdigest()
         """Digest of the first line, by which a checkpoint recognizes the file."""
         self._next: int | None = None
+        self._offset: int | None = None
+        """Offset after the last batch; None before the first one."""
         self._line = RecordedLine()
         first, last = self._places[0].step, self._places[-1].step
         print(f"✓ Rollouts of {self.path}: {len(self._places)} batches, steps {first} to {last}")
@@ -106,8 +108,9 @@ class RecordedRollouts:
             self._next = self._first(step)
         if self._next >= len(self._places):
             raise RolloutsEnd(f"{self.path} has no more rollouts")
-        lines = [self._read(offset) for offset in self._places[self._next].offsets]
-        self._next += 1
+        place = self._places[self._next]
+        lines = [self._read(offset) for offset in place.offsets]
+        self._next, self._offset = self._next + 1, place.end
         self._line = msgspec.json.decode(lines[0], type=RecordedLine)
         if self._line.batch is not None:
             return self._line.batch
@@ -117,23 +120,20 @@ class RecordedRollouts:
         """Position of the next batch, for a checkpoint."""
         # Not derived from the step: batches that trained nothing have none. In bytes, so that it
         # also holds for another batch size.
-        if self._next is None:
-            return {"offset": None, "file": self._digest}
-        more = self._next < len(self._places)
-        offset = self._places[self._next].offsets[0] if more else self._places[-1].end
-        return {"offset": offset, "file": self._digest}
+        return {"offset": self._offset, "file": self._digest}
 
     def go_on_from(self, position: dict[str, Any] | None) -> None:
         """Start at a checkpoint's `position`, if it is of this file."""
         if not position or position["file"] != self._digest or position["offset"] is None:
             return
-        offset = position["offset"]
+        self._offset = position["offset"]
         starts = [place.offsets[0] for place in self._places]
-        if offset not in (*starts, self._places[-1].end):
-            # Single groups, of which a batch had another number before.
-            self._places = _places(self._file, self.path, self._batch_size, offset)
-            starts = [place.offsets[0] for place in self._places]
-        self._next = bisect_left(starts, offset)
+        if self._offset in (*starts, self._places[-1].end):
+            self._next = bisect_left(starts, self._offset)
+            return
+        # Single groups, of which a batch had another number before.
+        self._places = _places(self._file, self.path, self._batch_size, self._offset)
+        self._next = 0
 
     def _first(self, step: int) -> int:
         before = self._places[0].step - 1  # steps done before the recording began
