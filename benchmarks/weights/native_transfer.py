@@ -6,7 +6,7 @@ Two GPUs are needed: the trainer's tensors are on the first, a vLLM server is on
 way moves all weights of the shape in bf16. A publish is pause, transfer and resume. Ours is
 measured by `benchmarks.weight_sync` in the same run, with the trainer's own strategy. vLLM's
 backends run with vLLM's own API server; after the last publish a logprob must have changed.
-Medians; the first round is not counted.
+Medians; the first round is not counted. Each way is printed when it is measured.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def vllms(backend: str, model: Path, folder: Path, rounds: int) -> dict[str, Any
     from vllm.distributed.weight_transfer import ModuleSource
 
     port, meeting = free_ports(2)
+    # CUDA graphs change nothing in a publish, and their capture would lengthen the start.
     flags = ["--model", str(model), "--dtype", "bfloat16", "--max-model-len", "2048"]
+    flags += ["--enforce-eager"]
     flags += ["--weight-transfer-config", json.dumps({"backend": backend})]
     env = environment(folder, 1, {"VLLM_SERVER_DEV_MODE": "1"})
     server = Server(folder / backend, port, flags, env, ours=False)
@@ -129,19 +131,23 @@ def main() -> int:
     parser = gpu_pair.argument_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
     options = gpu_pair.parse(parser)
-    rows: dict[str, dict[str, Any]] = {"ours": ours(options.shape, options.rounds)}
+    failed = False
+
+    def show(way: str, row: dict[str, Any]) -> None:
+        nonlocal failed
+        failed |= "error" in row or not row.get("arrived", True)
+        found = {"device": torch.cuda.get_device_name(), "way": way} | row
+        text = json.dumps(found if options.json else row)
+        print(text if options.json else f"{way:<10}{text}", flush=True)
+
+    show("ours", ours(options.shape, options.rounds))
     with tempfile.TemporaryDirectory(prefix="atropos-native-") as temporary:
         folder = Path(temporary)
         save_model(options.shape, folder / "model", torch.device("cuda"))
         for backend in BACKENDS:
-            rows[backend] = vllms(backend, folder / "model", folder, options.rounds)
+            show(backend, vllms(backend, folder / "model", folder, options.rounds))
             torch.cuda.empty_cache()
-    if options.json:
-        print(json.dumps({"device": torch.cuda.get_device_name(), "ways": rows}))
-    else:
-        for name, row in rows.items():
-            print(f"{name:<10}", json.dumps(row))
-    return int(any("error" in row or not row.get("arrived", True) for row in rows.values()))
+    return int(failed)
 
 
 if __name__ == "__main__":
