@@ -55,8 +55,8 @@ from trainer_core.optimization.minibatches import Minibatches, merged
 from trainer_core.optimization.optimizers import Stepper, for_device
 from trainer_core.optimization.step import StepOutcome, accumulate
 from trainer_core.policy.kernel_choice import use_attention
-from trainer_core.policy.load import end_tokens, train_only
-from trainer_core.policy.logprobs import use_head
+from trainer_core.policy.load import dtype_of, end_tokens, load_config, train_only
+from trainer_core.policy.logprobs import compile_scores, use_head
 from trainer_core.policy.proof import prove
 from trainer_core.policy.reference import Reference
 from trainer_core.policy.routing import replay_in
@@ -160,7 +160,8 @@ def train(
         world.split(config.context_parallel)
         # Rank 0 reads the disk, so that all ranks start from the same checkpoint.
         start = world.share(lambda: start or checkpoint.starting_point(config))
-        config = for_device(config, _device(config))
+        device = _device(config)
+        config = for_device(config, device)
         print(checkpoint.describe(start, config))
         if hint := objective_hint(config):
             print(f"[NOTE] {hint}")
@@ -172,6 +173,7 @@ def train(
             try:
                 run = Run(
                     config,
+                    device,
                     start,
                     source,
                     stop,
@@ -199,6 +201,7 @@ class Run:
     def __init__(
         self,
         config: TrainingConfig,
+        device: torch.device,
         start: checkpoint.StartingPoint,
         api: RolloutSource,
         stop: threading.Event,
@@ -215,8 +218,8 @@ class Run:
         """
         # 1. Settings and counters, which need no model.
         self.world = world
-        self.device = _device(config)
-        use_memory(self.device)
+        self.device = device
+        use_memory(device)
         self.config = config
         self.step, self.version = start.step, start.version
         self.partly = False  # the current batch has changed the weights, and is not done
@@ -245,6 +248,8 @@ class Run:
         # Before the model: a new LoRA adapter is initialised at random, equally on all ranks.
         _seed(config.seed)
         self.dealt = self.sync.spread.dealt
+        if device.type == "cuda":  # while the server starts, for which `attach` waits
+            _compile(config, device)
         self.model = self.sync.attach(Start(start.path, start.version))
         # Before the optimizer, which takes the parameters that require a gradient.
         train_only(self.model, config.train_layer_indices)
@@ -807,6 +812,13 @@ def _stepper(
     if compiled:
         compile_layers(model)
     return stepper
+
+
+def _compile(config: TrainingConfig, device: torch.device) -> None:
+    shape = load_config(config.model_name, frozen=config.trains_adapters)
+    compile_scores(
+        shape, dtype_of(shape, config.dtype), device, wide=config.head_dtype == "float32"
+    )
 
 
 def _device(config: TrainingConfig) -> torch.device:

@@ -127,8 +127,9 @@ class Trainer:
         before = allocated(self.device)
         began = time.perf_counter()
         self.sync = make_sync(self.config, self.device, threading.Event())
-        if hasattr(self.sync, "lifecycle"):
-            self.sync.lifecycle.flags += flags  # of the server that it starts by itself
+        # Broadcasts have none, and leave every server to others.
+        if (lifecycle := getattr(self.sync, "lifecycle", None)) is not None:
+            lifecycle.flags += flags  # of the server that it starts by itself
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
             self.model = self.sync.attach(Start())

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from benchmarks.support.model_zoo import build
 from tests.support.made_rollouts import rollouts_of
 from trainer_core.policy.attention import kernels, register
 from trainer_core.policy.kernel_choice import use_attention, wrong_kernels
-from trainer_core.policy.logprobs import _add_product, row_logprobs
+from trainer_core.policy.logprobs import _add_product, compile_scores, row_logprobs
 from trainer_core.policy.speed import compile_layers
 from trainer_core.rollouts.packing import pack
 
@@ -66,6 +68,17 @@ def test_a_model_trains_alike_by_either() -> None:
             compile_layers(model)
         newer = gradients()
         assert float((newer - older).norm() / older.norm()) < 0.02, compiled
+
+
+def test_the_first_rows_need_no_kernel_that_was_not_compiled_for_no_row() -> None:
+    torch.compiler.reset()
+    model = build("Qwen3", dtype=torch.bfloat16).to(GPU)
+    counters.clear()
+    compile_scores(model.config, torch.bfloat16, GPU)
+    assert counters["stats"]["unique_graphs"] == 3
+    for row in pack(rollouts_of(40, longest=120), 2048):
+        row_logprobs(model, row.to(GPU)).square().sum().backward()
+    assert counters["stats"]["unique_graphs"] == 3
 
 
 def test_the_head_sums_its_gradient_in_float32() -> None:

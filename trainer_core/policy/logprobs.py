@@ -20,6 +20,9 @@ from trainer_core.policy.tensor_parallel import Vocabulary, enter, over_ranks, p
 from trainer_core.ranks.context_parallel import Context, RowPart, context_of
 from trainer_core.rollouts.packing import PackedRow, packed_experts
 
+COMPILED_ROWS = 48
+"""Positions for which kernels are compiled: any number from 2 on gives the same kernels."""
+
 EXPERTS = "replayed_experts"
 """Keyword that passes a row's replayed experts, [N, sparse layers, K], to the layers."""
 
@@ -294,6 +297,28 @@ def chunked_scores(
     temperatures = temperatures / transform.scale
     more = (size, cap, wide, keep, vocabulary)
     return TokenScores(*_HeadScores.apply(hidden, weight, bias, labels, temperatures, *more))
+
+
+@torch.no_grad()  # as in `_HeadScores`: kernels are compiled for one or the other
+def compile_scores(
+    config: Any, dtype: torch.dtype, device: torch.device, *, wide: bool = False
+) -> None:
+    """Compile the kernels of `chunked_scores` for a GPU, which takes seconds and needs no weights.
+
+    Args:
+        config: of the model; dtype: its weights'.
+        wide: the logits will not be rounded.
+    """
+    cap = (transform := logit_transform(config)).cap
+    cap = None if cap is None else cap / transform.scale
+    labels = torch.zeros(COMPILED_ROWS, dtype=torch.int64, device=device)
+    temperatures = torch.ones(COMPILED_ROWS, device=device)
+    trained = torch.float32 if wide else dtype
+    for kind in {torch.float32, trained}:  # `prove` computes in float32
+        logits = torch.zeros(COMPILED_ROWS, config.vocab_size, dtype=kind, device=device)
+        logprobs, normalizers, _ = _pick(logits, labels, temperatures, cap)
+        if kind == trained:
+            _spread(logits, labels, temperatures, normalizers, logprobs, cap, dtype)
 
 
 class _HeadScores(torch.autograd.Function):

@@ -11,10 +11,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 from benchmarks.support.model_zoo import build
+from tests.support.made_rollouts import rollouts_of
+from trainer_core.policy import logprobs
 from trainer_core.policy.attention import register
 from trainer_core.policy.load import decoder_layers
-from trainer_core.policy.logprobs import row_logprobs, whole_row
+from trainer_core.policy.logprobs import compile_scores, row_logprobs, use_head, whole_row
 from trainer_core.policy.routing import replay_in
+from trainer_core.rollouts.packing import pack
 
 CAPTURED = "eager"
 """Runs what was captured, as it is."""
@@ -53,6 +56,30 @@ def test_a_layer_with_experts_is_one_graph_for_all_lengths(name: str, backend: A
     assert not counters["graph_break"], dict(counters["graph_break"])
     assert counters["stats"]["unique_graphs"] == 1
     _equal(found, model)
+
+
+@pytest.mark.parametrize("head_dtype", ["model", "float32"])
+@pytest.mark.parametrize("cap", [None, 30.0])
+def test_the_first_rows_need_no_kernel_that_was_not_compiled_for_no_row(
+    head_dtype: str, cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.compiler.reset()
+    counters.clear()
+    for name in ("_pick", "_spread"):
+        plain = getattr(logprobs, name).__wrapped__
+        monkeypatch.setattr(logprobs, name, torch.compile(plain, dynamic=True, backend=CAPTURED))
+    model = build("Qwen3", dtype=torch.bfloat16)
+    model.config.final_logit_softcapping = cap
+    use_head(model, head_dtype)
+    wide = head_dtype == "float32"
+    compile_scores(model.config, torch.bfloat16, torch.device("cpu"), wide=wide)
+    compiled = counters["stats"]["unique_graphs"]
+    assert compiled == (2 if wide else 3)
+    for row in pack(rollouts_of(40, longest=120), 2048):
+        row_logprobs(model, row).square().sum().backward()
+        with torch.no_grad():
+            row_logprobs(model, row, head_dtype=torch.float32)
+    assert counters["stats"]["unique_graphs"] == compiled
 
 
 def _equal(found: list[list[torch.Tensor]], model: torch.nn.Module) -> None:
