@@ -242,25 +242,13 @@ class Run:
             self.telemetry.listener = self.tracker.see
         self.reader = TextReader(config.model_name)
 
-        # 3. The policy. Each call takes the model as the one before left it.
-        self.sync = make_sync(config, self.device, stop, world)
+        # 3. The policy.
+        self.sync = make_sync(config, device, stop, world)
         opened.callback(self.sync.close)
-        # Before the model: a new LoRA adapter is initialised at random, equally on all ranks.
-        _seed(config.seed)
         self.dealt = self.sync.spread.dealt
-        if device.type == "cuda":  # while the server starts, for which `attach` waits
-            _compile(config, device)
-        self.model = self.sync.attach(Start(start.path, start.version))
-        # Before the optimizer, which takes the parameters that require a gradient.
-        train_only(self.model, config.train_layer_indices)
-        # Packing must not change the logprobs; test it on this very model before training.
-        print(f"Verified: packed logprobs equal the model's within {prove(self.model):.1g} nats")
-        use_head(self.model, config.head_dtype)
-        print(f"Attention: {use_attention(self.model, config.attention_kernel)}")
-        routers = replay_in(self.model) if config.routing_replay else None
-        world.share(self._require_recording)
+        self.model, routers = self._attach(start)
         self.objective.balance_coef = balance_coefficient(self.model, config.router_aux_loss_coef)
-        self.threads = use_cores(self.model, config, self.device, world.size)
+        self.threads = use_cores(self.model, config, device, world.size)
 
         # 4. Optimizer and checkpoints, over the parameters that are trained now.
         # Before the first update: the reference is the policy as it was at the run's start.
@@ -300,6 +288,26 @@ class Run:
         # The trainer on each node is a component with a stage of its own.
         if not world.rank or speaks_for_node():
             reach(ATTACHED)
+
+    def _attach(
+        self, start: checkpoint.StartingPoint
+    ) -> tuple[torch.nn.Module, RouterShape | None]:
+        """Attach the policy and prepare it. Each call takes the model as the one before left it."""
+        config = self.config
+        # Before the model: a new LoRA adapter is initialised at random, equally on all ranks.
+        _seed(config.seed)
+        if self.device.type == "cuda":  # while the server starts, for which `attach` waits
+            _compile(config, self.device)
+        model = self.sync.attach(Start(start.path, start.version))
+        # Before the optimizer, which takes the parameters that require a gradient.
+        train_only(model, config.train_layer_indices)
+        # Packing must not change the logprobs; test it on this very model before training.
+        print(f"Verified: packed logprobs equal the model's within {prove(model):.1g} nats")
+        use_head(model, config.head_dtype)
+        print(f"Attention: {use_attention(model, config.attention_kernel)}")
+        routers = replay_in(model) if config.routing_replay else None
+        self.world.share(self._require_recording)
+        return model, routers
 
     def _reference(self, start: checkpoint.StartingPoint) -> Reference:
         origin = start.settings.get("lora_adapter_path", self.config.lora_adapter_path)

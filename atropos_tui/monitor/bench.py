@@ -162,7 +162,7 @@ class TokenUse:
 
 
 OTHER = "other"
-"""Evaluations, completions in flight, and tokens that nobody counted."""
+"""Evaluations, the probe, completions in flight, and tokens that nobody counted."""
 
 
 def reasons_text(thrown_away: Mapping[str, float], before: str = "") -> str:
