@@ -106,8 +106,9 @@ class TrainingConfig(BaseModel):
     """Optimizer steps of the whole run, including those before a resume."""
     checkpoint_in_background: bool = True
     """Write checkpoints while training continues: a step waits only for the copy into host memory,
-    which a write in the foreground takes too. A process that is killed meanwhile resumes from the
-    checkpoint before. Adapters are small and always written in the foreground."""
+    which a write in the foreground takes too. The copy's memory is kept for the next one. A process
+    that is killed meanwhile resumes from the checkpoint before. Adapters are small and always
+    written in the foreground."""
     checkpoint_interval: int = Field(3, ge=0)
     """Save a checkpoint every N optimizer steps; 0: only the final model."""
     batch_size: int = Field(2, ge=1)

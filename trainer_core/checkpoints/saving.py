@@ -60,6 +60,8 @@ class Saver:
         self._stop, self._progress = stop, progress
         self._record, self._reference = record, reference
         self._saving: BackgroundSave | None = None
+        # Gigabytes, kept between writes: new memory takes longer than the copy into it.
+        self._copies: dict[str, torch.Tensor] = {}
 
     def save_if_due(self, step: int, version: int) -> float:
         """Save if a checkpoint is due; return the seconds that the loop waited."""
@@ -87,6 +89,7 @@ class Saver:
             version=version,
             progress=self._progress(),
             world=self._world,
+            copies=self._copies,
         )
 
     def finish(self, step: int, version: int) -> None:
@@ -165,12 +168,17 @@ class BackgroundSave:
         version: int,
         progress: dict[str, Any],
         world: World,
+        copies: dict[str, torch.Tensor],
     ) -> None:
-        """Copy all state and start the write. A collective."""
+        """Copy all state and start the write. A collective.
+
+        Args:
+            copies: of the write before, which has ended; their memory is used again.
+        """
         began = time.perf_counter()
         self.step, self._began, self._config, self._world = step, began, config, world
-        self._model, self._tensors = model, weights(model)
-        self._plain, self._state = state_of(stepper)
+        self._model, self._tensors = model, weights(model, copies)
+        self._plain, self._state = state_of(stepper, copies)
         self._kept = checkpoint.kept_of(stepper, progress, self._plain)
         self._version = version
         self._error: OSError | None = None
@@ -217,7 +225,7 @@ class BackgroundSave:
         if self._world.rank:
             with suppress(OSError):
                 self._mark(FAILED if self._error else WRITTEN, self._world.rank).touch()
-        self._tensors, self._state = {}, {}  # free gigabytes of host memory
+        self._tensors, self._state = {}, {}
 
     def _write(self) -> None:
         write_state(self._aside / state_file(self._world), self._plain, self._state, self._world)

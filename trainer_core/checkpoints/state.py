@@ -132,8 +132,14 @@ def write_state(path: Path, plain: Any, tensors: dict[str, torch.Tensor], world:
     save_file(tensors, path, metadata={"state": json.dumps(plain)} if world.rank else None)
 
 
-def state_of(stepper: Stepper) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Collect the state for an exact resume, except weights; tensors are copied."""
+def state_of(
+    stepper: Stepper, earlier: dict[str, torch.Tensor] | None = None
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Collect the state for an exact resume, except weights; tensors are copied.
+
+    Args:
+        earlier: copies that are no longer needed, whose memory is used again.
+    """
     import numpy as np
     import torch
 
@@ -146,20 +152,27 @@ def state_of(stepper: Stepper) -> tuple[Any, dict[str, torch.Tensor]]:
         "python_rng": json.dumps(random.getstate()),
         "numpy_rng": json.dumps([name, np.asarray(keys).tolist(), *rest]),
     }
-    return split_tensors(state)
+    return split_tensors(state, earlier)
 
 
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def split_tensors(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+def split_tensors(
+    tree: Any, earlier: dict[str, torch.Tensor] | None = None
+) -> tuple[Any, dict[str, torch.Tensor]]:
     """Replace the tensors of a tree by names; return the tree, and the tensors on the CPU by name.
+
+    Args:
+        earlier: copies that are no longer needed, whose memory is used again.
 
     Raises:
         TypeError: a value that JSON cannot hold.
     """
     import torch
+
+    from trainer_core.policy.sharding import host_copy
 
     # Tensors that share memory (as tables of 8-bit optimizers) are kept once.
     tensors: dict[str, torch.Tensor] = {}
@@ -175,7 +188,7 @@ def split_tensors(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         )
         if key not in names:
             names[key] = path
-            tensors[path] = value.detach().to("cpu", copy=True).contiguous()
+            tensors[path] = host_copy(value, path, earlier)
         return names[key]
 
     def walk(value: Any, path: str) -> Any:

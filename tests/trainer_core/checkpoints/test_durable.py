@@ -64,11 +64,41 @@ def _save_for_ever(
 
 
 def _in_background(
-    model: torch.nn.Module, stepper: Stepper, settings: TrainingConfig, step: int
+    model: torch.nn.Module,
+    stepper: Stepper,
+    settings: TrainingConfig,
+    step: int,
+    copies: dict[str, torch.Tensor] | None = None,
 ) -> BackgroundSave:
     return BackgroundSave(
-        model, settings, stepper, step=step, version=step, progress={}, world=ALONE
+        model,
+        settings,
+        stepper,
+        step=step,
+        version=step,
+        progress={},
+        world=ALONE,
+        copies={} if copies is None else copies,
     )
+
+
+def test_the_next_write_uses_the_memory_of_the_one_before(base: Path, tmp_path: Path) -> None:
+    settings = _settings(base, tmp_path / "out", resume="auto")
+    model = plain_model(base)
+    stepper, copies = Stepper(model, settings), dict[str, torch.Tensor]()
+    first = _in_background(model, stepper, settings, 1, copies).finish().path
+    before = {name: copy.data_ptr() for name, copy in copies.items()}
+    assert len(before) > len(list(model.parameters()))
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *stepper.copies().values()]:
+            tensor.add_(1.0)
+    second = _in_background(model, stepper, settings, 2, copies).finish().path
+    assert {name: copy.data_ptr() for name, copy in copies.items()} == before
+    other = settings.model_copy(update={"save_path": str(tmp_path / "at once")})
+    at_once = _save(model, stepper, other, 2)
+    assert (second / "model.safetensors").read_bytes() != (first / "model.safetensors").read_bytes()
+    for name in ("model.safetensors", "trainer_state/tensors.safetensors"):
+        assert (second / name).read_bytes() == (at_once / name).read_bytes(), name
 
 
 def test_what_is_written_in_the_background_is_what_was_when_it_began(

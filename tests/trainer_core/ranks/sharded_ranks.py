@@ -330,9 +330,17 @@ def _in_background(many: Trainer, world: World, out: Path) -> dict[str, float]:
 
     def begun(step: int) -> BackgroundSave:
         return BackgroundSave(
-            many.model, config, many.stepper, step=step, version=step, progress={}, world=world
+            many.model,
+            config,
+            many.stepper,
+            step=step,
+            version=step,
+            progress={},
+            world=world,
+            copies=copies,
         )
 
+    copies: dict[str, torch.Tensor] = {}
     real = saving.write_state
     for broken in (0, 1):
 
