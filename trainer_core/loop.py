@@ -34,6 +34,7 @@ from atropos_common.protocol.trainer_records import (
 )
 from atropos_common.system.run_dir import RunDir
 from trainer_core.checkpoints import checkpoint, state
+from trainer_core.checkpoints.companions import read_companions
 from trainer_core.checkpoints.saving import Saver
 from trainer_core.config import TrainingConfig, sharding_contradictions, validate
 from trainer_core.ending import StopConditions, Updates
@@ -296,7 +297,9 @@ class Run:
         config = self.config
         # Before the model: a new LoRA adapter is initialised at random, equally on all ranks.
         _seed(config.seed)
-        if self.device.type == "cuda":  # while the server starts, for which `attach` waits
+        # While the server starts, for which `attach` waits.
+        self.world.first(lambda: read_companions(config.model_name))
+        if self.device.type == "cuda":
             _compile(config, self.device)
         model = self.sync.attach(Start(start.path, start.version))
         # Before the optimizer, which takes the parameters that require a gradient.

@@ -25,12 +25,12 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from atropos_common.protocol.bridge import ADAPTER_CONFIG
 from atropos_common.system.files import read_regular, why_full
+from trainer_core.checkpoints.companions import write_companions
 from trainer_core.checkpoints.state import STATE_JSON, on_all, state_file, state_of, write_state
 from trainer_core.config import TrainingConfig, flag
 from trainer_core.errors import UsageError
@@ -444,27 +444,13 @@ def write_model(
 
     save_torch_state_dict(tensors, target)
     model.config.save_pretrained(target)
-    _save_companions(config.model_name, target)
+    write_companions(config.model_name, target)
 
 
 def _save_state(path: Path, stepper: Stepper) -> Any:
     plain, tensors = state_of(stepper)
     write_state(path, plain, tensors, stepper.world)
     return plain
-
-
-def _save_companions(model_name: str, target: Path) -> None:
-    from transformers import AutoTokenizer, GenerationConfig
-
-    # A model without a tokenizer or generation config is fine: rollouts hold token ids.
-    for read in (
-        partial(AutoTokenizer.from_pretrained, trust_remote_code=False),
-        GenerationConfig.from_pretrained,
-    ):
-        try:
-            read(model_name).save_pretrained(target)
-        except (OSError, ValueError, ImportError, KeyError):
-            continue
 
 
 def replace_folder(target: Path, aside: Path) -> int:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support.made_rollouts import plain_logprobs, rollouts_of
-from trainer_core.checkpoints.checkpoint import _save_companions
+from trainer_core.checkpoints.companions import write_companions
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import UsageError
 from trainer_core.objective.registry import Objective
@@ -69,7 +69,7 @@ def test_code_that_came_with_a_model_is_neither_run_nor_asked_about(
     else:
         load_config(str(hostile))
         load_model(str(hostile), torch.float32, CPU)
-        _save_companions(str(hostile), tmp_path)
+        write_companions(str(hostile), tmp_path)
     assert not asked and not (tmp_path / "ran").exists()
 
 
