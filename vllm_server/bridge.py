@@ -274,7 +274,9 @@ class WeightBridge:
         self.state.resume(version)
         self._disarm_lease()
         self.gate.release()
-        self.stamp()
+        # Beside the event loop: a disk that takes a checkpoint delays the rename, and the engine
+        # generates already.
+        await asyncio.to_thread(self.stamp)
 
     async def _go_on(self) -> None:
         # First: after a failure it may run, so the next pause stops it again.
