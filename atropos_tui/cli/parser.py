@@ -346,7 +346,7 @@ def _events(commands) -> None:  # type: ignore[no-untyped-def]
     events.add_argument(
         "--kind",
         metavar="KIND",
-        help="only events of one kind: state, probe, stage, command or diagnosis",
+        help="only events of one kind: state, probe (health checks), stage, command or diagnosis",
     )
     _run_argument(events)
 

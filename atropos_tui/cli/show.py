@@ -92,7 +92,7 @@ def event_line(record: Record) -> str:
             return f"{clock}  {record.component or '':<14} {record.old} → {record.new}{reason}"
         case ProbeRecord():
             said = (
-                f"{record.probe} probe {'passed' if record.ok else 'failed'}  "
+                f"{record.probe} check {'passed' if record.ok else 'failed'}  "
                 f"{one_line(record.detail)}"
             )
             return f"{clock}  {record.component or '':<14} {said}".rstrip()

@@ -47,6 +47,7 @@ WORDS = {
     "err": "Errors in the log of this attempt",
     "flat group": "Group in which all scores are equal, so nothing to learn",
     "group": "Completions of one prompt",
+    "health": "In the table of components: time of the newest health check",
     "health check": (
         "Periodic test of a component. `startup`, `readiness` and `liveness` are its three uses"
     ),
@@ -67,7 +68,6 @@ WORDS = {
         "A machine of the profile; our process there, which starts and ends components"
     ),
     "policy lag": "Trainer's weight version minus the version that made a token",
-    "probe": "In the table of components: time of the newest health check",
     "profile": "TOML file that describes a stack",
     "publish": "Move the trainer's weights to the engines",
     "queue slot": "Room at run-api for one group of an environment",

@@ -164,9 +164,9 @@ class Explanation:
     def _starting(self, row: ComponentStatus) -> list[str]:
         lines = [f"{self._since(row).strip() or 'just now'}{self._limit(row)}"]
         if row.probe_detail:
-            probe = f"{row.probe or 'newest'} probe"
+            check = f"{row.probe or 'newest'} check"
             verdict = "passed" if row.healthy else "has not passed"
-            lines.append(f"its {probe} {verdict}: {one_line(row.probe_detail)}")
+            lines.append(f"its {check} {verdict}: {one_line(row.probe_detail)}")
         elif row.waiting_for:
             lines.append(f"waits for {one_line(row.waiting_for)}")
         return lines + self._stages(row)

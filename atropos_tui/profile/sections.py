@@ -168,12 +168,12 @@ class ComponentOptions(Section):
     depends_on: dict[str, Condition] | None = None
     """Components that must be started, healthy or completed before this one starts."""
     startup: Probe | None = None
-    """Probe of the start: the other probes begin when it passes; without `readiness` the component
+    """Check of the start: the others begin when it passes; without `readiness` the component
     is then healthy."""
     readiness: Probe | None = None
-    """Probe of health: the component is healthy while it passes."""
+    """Check of health: the component is healthy while it passes."""
     liveness: Probe | None = None
-    """Probe of life: when it fails, the component restarts by its policy."""
+    """Check of life: when it fails, the component restarts by its policy."""
     restart: RestartPolicy | None = None
     """When a process that exited by itself starts again."""
     stop: StopPolicy | None = None

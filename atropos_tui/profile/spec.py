@@ -126,22 +126,22 @@ class Probe(ProfilePart):
     timeout_s: float = Field(5.0, gt=0)
     """Seconds after which a round of checks fails."""
     success_threshold: int = Field(1, ge=1)
-    """Passes in a row that make the probe pass."""
+    """Rounds in a row that must pass."""
     failure_threshold: int = Field(3, ge=1)
-    """Failures in a row that make the probe fail."""
+    """Failed rounds in a row after which it fails."""
     start_period_s: float = Field(0.0, ge=0)
     """Seconds after the process start in which failures do not count."""
 
 
 class Probes(ProfilePart):
-    """Probes of one component."""
+    """Health checks of one component."""
 
     startup: Probe | None = None
-    """Probe of the start: the others begin when it passes; without `readiness` the component is
+    """Check of the start: the others begin when it passes; without `readiness` the component is
     then healthy."""
     readiness: Probe | None = None
     liveness: Probe | None = None
-    """Probe of life: when it fails, the component is unhealthy and restarts by its policy."""
+    """Check of life: when it fails, the component is unhealthy and restarts by its policy."""
 
 
 class RestartPolicy(ProfilePart):

@@ -29,7 +29,7 @@ _COLUMNS: tuple[Column, ...] = (
     ("component", 9, False),
     ("node", 4, False),
     ("state", 11, False),
-    ("probe", 7, True),
+    ("health", 7, True),
     ("pid", 7, True),
     ("up", 7, True),
     ("rst", 3, True),
@@ -41,7 +41,7 @@ _COLUMNS: tuple[Column, ...] = (
     ("", 0, False),
 )
 # Columns to drop, in order, while the last one has fewer cells than this and its longest text.
-_DROP_ORDER = {"port": 24, "pid": 24, "probe": 24, "rst": 24, "err": 12}
+_DROP_ORDER = {"port": 24, "pid": 24, "health": 24, "rst": 24, "err": 12}
 _DROP_ORDER |= {"up": 10, "memory": 10, "cpu": 10}
 
 
@@ -189,7 +189,7 @@ class Components(DataTable[Text], Panel):
         if len({row.node for row in self.statuses}) < 2:
             hidden.add("node")
         if self._is_over:
-            hidden |= {"probe", "pid", "up", "cpu", "memory"}
+            hidden |= {"health", "pid", "up", "cpu", "memory"}
         columns = [column for column in _COLUMNS if column[0] not in hidden]
         names = max((len(row.name) for row in self.statuses), default=0)
         columns[0] = (columns[0][0], min(max(columns[0][1], names), 24 if wide else 12), False)
@@ -267,7 +267,7 @@ class Components(DataTable[Text], Panel):
             "component": (row.name, "bold"),
             "node": (row.node, ""),
             "state": (words, self.style(tone)),
-            "probe": (health, self.style("error") if fails else ""),
+            "health": (health, self.style("error") if fails else ""),
             "pid": (str(row.pid) if row.pid else "–", ""),
             "up": (duration(self._now - row.started_at) if row.pid and row.started_at else "–", ""),
             "rst": (str(row.restarts), self.style("warn") if row.restarts else "dim"),

@@ -159,7 +159,7 @@ def _health(row: ComponentStatus) -> str:
     if row.healthy is None:
         return "no health check now"
     verdict = "passes" if row.healthy else "fails"
-    words = f"{row.probe or 'probe'} {verdict} in {seconds_text(row.probe_latency_s)}"
+    words = f"{row.probe or 'newest'} check {verdict} in {seconds_text(row.probe_latency_s)}"
     return words + (f": {one_line(row.probe_detail)}" if row.probe_detail else "")
 
 

@@ -120,7 +120,7 @@ def test_the_first_line_goes_to_the_root() -> None:
     )
     assert paragraph(found, "api") == [
         "for 12 s, at most 10:00",
-        "its readiness probe has not passed: GET /info: refused",
+        "its readiness check has not passed: GET /info: refused",
     ]
     assert paragraph(found, "env") == ["waits for api to be healthy: it is starting for 12 s"]
 

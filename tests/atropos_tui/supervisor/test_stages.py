@@ -210,7 +210,7 @@ async def test_why_speaks_of_each_state_as_it_is(launch: Any, tmp_path: Path) ->
             f"{running.stack.run_id} is starting; it waits for late, which is starting for 1:0"
         )
         assert head.endswith(", at most 10:00, and for crash")
-        assert "its readiness probe has not passed: no line 'up' yet" in text
+        assert "its readiness check has not passed: no line 'up' yet" in text
         assert "waits for late to be healthy: it is starting for 1:0" in text
         assert "registered 1:0" in text and "ago; waiting for: first batch for 1:0" in text
         assert "usually: rollouts are slow" in text

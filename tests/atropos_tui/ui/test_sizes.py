@@ -166,7 +166,7 @@ async def test_columns_make_room_for_words(run: RunDir) -> None:
     control = FakeControl(calm)
     async with cockpit(run, (80, 24), control, now) as screen:
         await screen.until(
-            lambda: all(name in screen.text() for name in (" probe ", " pid ", " rst ", "40014"))
+            lambda: all(name in screen.text() for name in (" health ", " pid ", " rst ", "40014"))
         )
         control.answer = calm.model_copy(update={"components": rows})
         await screen.shows(words)
