@@ -87,8 +87,10 @@ def joined(parts: list[Any]) -> Any:
         rows = [part.new_logprobs for part in parts if part.new_logprobs is not None]
         if rows:
             ids, logprobs, ranks, *_ = zip(*rows, strict=True)
-            arrays = (np.concatenate(each) for each in (ids, logprobs, ranks))
-            last.new_logprobs = type(rows[0])(*arrays)
+            # As wide as the request with the most logprobs in its step, at least as its own wants.
+            width = min(each.shape[1] for each in ids)
+            narrow = ([each[:, :width] for each in wide] for wide in (ids, logprobs))
+            last.new_logprobs = type(rows[0])(*map(np.concatenate, narrow), np.concatenate(ranks))
     return last
 
 

@@ -14,8 +14,13 @@ from vllm.v1.outputs import LogprobsLists
 from vllm_server.held_outputs import MOST, HeldOutputs
 
 
-def output(name: str, token: int, **fields: Any) -> EngineCoreOutput:
-    rows = LogprobsLists(np.array([[token, 1]]), np.array([[-float(token), -9.0]]), np.array([1]))
+def output(name: str, token: int, *, width: int = 2, **fields: Any) -> EngineCoreOutput:
+    others = range(1, width)
+    rows = LogprobsLists(
+        np.array([[token, *others]]),
+        np.array([[-float(token), *(-9.0 for _ in others)]]),
+        np.array([1]),
+    )
     return EngineCoreOutput(name, [token], new_logprobs=rows, **fields)
 
 
@@ -71,6 +76,16 @@ def test_the_first_token_goes_on_and_the_others_with_the_end() -> None:
     assert engine.tokens("b") == [1]
     engine.step("b")
     assert engine.tokens("b") == [1, 2, 3, 4, 5, 6, 7] and not len(engine.held)
+
+
+def test_a_neighbour_that_asks_for_more_logprobs_changes_nothing() -> None:
+    """vLLM's arrays are as wide in a step as the request with the most logprobs wants."""
+    engine = Engine(a=request())
+    for width in (1, 1, 3, 2, 1):
+        engine.step(width=width)
+    engine.step("a", width=6)
+    assert engine.tokens("a") == [1, 2, 3, 4, 5, 6]
+    assert engine.seen["a"][-1].new_logprobs.logprobs.shape == (5, 1)  # type: ignore[union-attr]
 
 
 def test_no_more_than_so_many_tokens_are_held() -> None:

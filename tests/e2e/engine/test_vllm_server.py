@@ -162,6 +162,27 @@ def test_a_bare_request_returns_logprobs_and_the_text(server: Server) -> None:
     assert server.generate(prompt={"prompt_token_ids": PROMPT}, max_tokens=3)["prompt"] == "1+2="
 
 
+def test_rollouts_beside_requests_for_other_numbers_of_logprobs(
+    server: Server, reference: Any
+) -> None:
+    """An engine's arrays are as wide in a step as the request with the most logprobs wants."""
+    asked = [0, 3, 0, 1, 0, 5]
+
+    def one(at: int) -> dict[str, Any]:
+        time.sleep(0.05 * at)
+        prompt = {"prompt_token_ids": [*PROMPT, 2 + at]}
+        return server.generate(
+            prompt=prompt, max_tokens=60, ignore_eos=True, logprobs=asked[at], n=2
+        )
+
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = list(pool.map(one, range(len(asked))))
+    for number, answer in zip(asked, answers, strict=True):
+        assert largest_gap(reference, answer) < 1e-4
+        wanted = {number, number + 1} if number else {1}
+        assert {len(entry) for one in answer["logprobs"] for (entry,) in one} <= wanted
+
+
 def test_logprobs_that_nobody_asked_for_are_known_afterwards(
     server: Server, reference: Any
 ) -> None:
