@@ -49,8 +49,8 @@ LINES = ("events", "logs", "rollouts")
 HEAD = """\
 # JSON for programs
 
-Every command that shows something takes `--json`. `atropos-tui schema COMMAND` prints the JSON
-Schema of its output. The tables below are generated from the same models
+Every command that shows a run or a check takes `--json`. `atropos-tui schema COMMAND` prints the
+JSON Schema of its output. The tables below are generated from the same models
 (`python -m atropos_tui.cli.schemas`), and a test compares them. Fields may be added; none is
 renamed or removed. A number that is not finite is the string `"NaN"`, `"Infinity"` or
 `"-Infinity"`; an unknown value is null. Everything beyond ASCII is escaped. Errors are text on

@@ -48,12 +48,12 @@ class RunRow:
     step: int | None
     training_steps: int | None
     reward: Number | None
-    """Mean of the newest `WINDOW` steps."""
+    """Mean of the newest 20 steps."""
     held_out: Number | None
     """Newest held-out accuracy, from 0 to 1."""
     dir: Path
     step_s: Number | None = None
-    """Mean seconds of one step, of the newest `WINDOW` steps."""
+    """Mean seconds of one step, of the newest 20 steps."""
     note: str = ""
     tags: tuple[str, ...] = ()
 
@@ -165,7 +165,7 @@ class LastFigures:
 
     step: int | None
     reward: float | None
-    """Mean of the newest `WINDOW` steps."""
+    """Mean of the newest 20 steps."""
     step_s: float | None
     """Mean seconds of a step, of the same steps."""
     held_out: float | None

@@ -481,20 +481,23 @@ def class_fields(path: Path, name: str) -> set[str] | None:
 
 
 LIBRARY = b"atroposlib"
+OWN_CLASSES = b"atropos_envs.hosting"
 VERIFIERS = b"verifiers.v1"
 MOST_FILES = 50
 """Files followed from one file."""
 
 
 def is_hostable(file: Path) -> bool:
-    """True if `file`, or a file that it imports, mentions atroposlib."""
+    """True if `file`, or a file beside it that it imports, mentions atroposlib, or our classes over
+    it."""
     waiting, seen = [file], set[Path]()
     while waiting and len(seen) < MOST_FILES:
         source = waiting.pop()
         if source in seen or not source.is_file():
             continue
         seen.add(source)
-        if LIBRARY in source.read_bytes():
+        content = source.read_bytes()
+        if LIBRARY in content or OWN_CLASSES in content:
             return True
         waiting += _imported(source)
     return False

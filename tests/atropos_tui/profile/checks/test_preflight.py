@@ -463,6 +463,7 @@ def test_what_a_file_imports_from_beside_it_counts(tmp_path: Path) -> None:
     for text, hosted in (
         ("from base import Env", True),
         ("import package", True),
+        ("from atropos_envs.hosting.base import StackEnv, run", True),
         ("import json", False),
         ("x =", False),
     ):
