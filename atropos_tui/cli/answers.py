@@ -112,6 +112,8 @@ class DiskBudget(Answer):
     keeps_all: bool
     free: int | None
     """Free bytes on the run's disk; JSON null with `--gpus`."""
+    host_copy: int
+    """Bytes of host memory in which a checkpoint is copied for the write in the background."""
     wanted: int
 
 

@@ -1,4 +1,4 @@
-"""Bytes that the checkpoints of a run take of its disk."""
+"""Bytes that the checkpoints of a run take of its disk, and of the host's memory."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ class Disk:
     keeps_all: bool
     free: int | None
     """Free bytes on the disk of the run; None: another machine's."""
+    host_copy: int = 0
+    """Bytes of host memory in which a checkpoint is copied for the write in the background."""
 
     @property
     def wanted(self) -> int:
@@ -44,6 +46,10 @@ class Disk:
         of = "" if self.free is None else f" of {size_text(self.free)} free"
         row = f"{self.checkpoints} of {size_text(self.each)}, every {self.interval} steps, {kept}"
         found = ["disk", f"  checkpoints: {size_text(self.wanted)}{of}  {row}"]
+        if self.host_copy:
+            found.append(
+                f"  copy in host memory: {size_text(self.host_copy)}, kept while it trains"
+            )
         return [*found, *(f"  WARNING {warning}" for warning in self.warnings())]
 
     def warnings(self) -> list[str]:
@@ -78,7 +84,9 @@ def disk_of(site: Site, inventory: Inventory, budget: Budget, *, here: bool = Tr
         if item.component == "trainer" and item.what in STATES
     )
     each = _weights(site, settings, model) + states
-    return Disk(each, most, interval, not kept, _free(site.run.root) if here else None)
+    free = _free(site.run.root) if here else None
+    beside = settings.checkpoint_in_background and not settings.trains_adapters
+    return Disk(each, most, interval, not kept, free, each if beside else 0)
 
 
 def _weights(site: Site, settings: TrainingConfig, model: Model) -> int:

@@ -88,6 +88,11 @@ def test_adapters_are_small_and_no_interval_saves_nothing(tmp_path: Path) -> Non
     full, adapters = disk(tmp_path, folder), disk(tmp_path, folder, mode="lora_only")
     assert full is not None and adapters is not None and adapters.each < full.each
     assert disk(tmp_path, folder, checkpoint_interval=0) is None
+    waiting = disk(tmp_path, folder, checkpoint_in_background=False)
+    assert waiting is not None and full.host_copy == full.each
+    assert waiting.host_copy == adapters.host_copy == 0
+    assert any("copy in host memory" in line for line in full.lines())
+    assert not any("copy in host memory" in line for line in waiting.lines())
 
 
 def test_a_disk_that_is_too_small_is_a_warning_with_the_keys() -> None:
