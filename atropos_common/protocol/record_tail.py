@@ -56,8 +56,14 @@ class FileSource:
         return data, max(0, info.st_size - self.offset), anew
 
 
-def nth_from_end(path: Path, words: bytes, count: int) -> int:
-    """Offset of the `count`-th last occurrence; else the start of the last `LOOK_BACK_BYTES`."""
+def kind_words(kind: str) -> tuple[bytes, bytes]:
+    """How lines name their kind: as our writers do, and as `json.dumps` does by default."""
+    return f'"kind":"{kind}"'.encode(), f'"kind": "{kind}"'.encode()
+
+
+def nth_from_end(path: Path, words: tuple[bytes, ...], count: int) -> int:
+    """Offset of the `count`-th last occurrence of any of `words`; else the start of the last
+    `LOOK_BACK_BYTES`."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -72,7 +78,7 @@ def nth_from_end(path: Path, words: bytes, count: int) -> int:
             ) as data:
                 at = len(data)
                 for _ in range(count):
-                    at = data.rfind(words, 0, at)
+                    at = max(data.rfind(each, 0, at) for each in words)
                     if at < 0:
                         return first
                 return first + at

@@ -301,8 +301,8 @@ def benchmark_state(state: RunState, *, run: str, mode: str, gpus: int = 0) -> R
     }
     record = state.benchmark
     mode = one_line((record.mode if record else "") or mode)
-    # After a restart the trainer's summary covers its last attempt only.
-    if record is None or len(state.attempt_steps) > 1:
+    # After a restart the trainer's summary covers its last attempt only, which may have no step.
+    if record is None or record.steps < state.metric("step_s").count:
         return _possible(RunBenchmark(mode=mode, source="records", **common, **_computed(state)))  # type: ignore[arg-type]
     figures = record.model_dump(include=set(RunBenchmark.__dataclass_fields__) - {"mode"})
     return _possible(RunBenchmark(mode=mode, source="trainer", **common, **figures))  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from pydantic import BaseModel, ConfigDict
 
 from atropos_common.protocol.record_base import Number, RecordError
-from atropos_common.protocol.record_tail import MAX_LINE_BYTES
+from atropos_common.protocol.record_tail import MAX_LINE_BYTES, kind_words
 from atropos_common.protocol.records import parse_line
 from atropos_common.protocol.trainer_records import RolloutRecord
 from atropos_common.system.files import open_regular
@@ -21,8 +21,8 @@ from atropos_tui.monitor.patterns import Pattern
 
 SortKey = Literal["newest", "score", "advantage", "lag", "tokens"]
 SORT_KEYS: tuple[SortKey, ...] = get_args(SortKey)
-_PLACE = re.compile(rb'"attempt":(\d{1,9}),.*?"step":(\d{1,18})')
-_KIND = b'"kind":"rollout"'
+_PLACE = re.compile(rb'"attempt": ?(\d{1,9}),.*?"step": ?(\d{1,18})')
+_KIND = kind_words(RolloutRecord.KIND)
 _HELD = 4
 """Rows kept while reading, times those wanted, before the others are dropped."""
 
@@ -183,7 +183,7 @@ def _lines(path: Path) -> Iterator[bytes]:
     try:
         with open_regular(path) as file:
             while line := file.readline(MAX_LINE_BYTES):
-                if line.endswith(b"\n") and _KIND in line[:400]:
+                if line.endswith(b"\n") and any(words in line[:400] for words in _KIND):
                     yield line
     except OSError:
         return

@@ -13,7 +13,7 @@ from atropos_common.protocol.record_base import (
     Record,
     RecordError,
 )
-from atropos_common.protocol.record_tail import nth_from_end, whole_lines
+from atropos_common.protocol.record_tail import kind_words, nth_from_end, whole_lines
 from atropos_common.protocol.records import EvalRecord, parse_line
 from atropos_common.protocol.trainer_records import StepRecord, TimingRecord
 from atropos_common.system.files import open_regular
@@ -187,31 +187,27 @@ def last_figures(run: RunDir) -> LastFigures:
 
 def _held_out(path: Path) -> float | None:
     # The split that an environment wrote first.
-    first = next(_records(path, EvalRecord, _words(EvalRecord), 0), None)
+    first = next(_records(path, EvalRecord, kind_words(EvalRecord.KIND), 0), None)
     newest = _last(path, EvalRecord, SPLITS) if first else []
     found = [one for one in newest if first and one.split == first.split]
     return real(found[-1].accuracy) if found else None
 
 
 def _last(path: Path, kind: type[R], count: int) -> list[R]:
-    words = _words(kind)
+    words = kind_words(kind.KIND)
     # One more than needed: the first match may be cut.
     found = list(_records(path, kind, words, nth_from_end(path, words, count + 1)))
     return found[-count:]
 
 
-def _words(kind: type[Record]) -> bytes:
-    return f'"kind":"{kind.KIND}"'.encode()
-
-
-def _records(path: Path, kind: type[R], words: bytes, begin: int) -> Iterator[R]:
+def _records(path: Path, kind: type[R], words: tuple[bytes, ...], begin: int) -> Iterator[R]:
     # Records after byte `begin`; a line that is cut there is skipped.
     try:
         with open_regular(path) as file:
             file.seek(begin)
             for line in whole_lines(file):
                 try:
-                    record = parse_line(line) if words in line else None
+                    record = parse_line(line) if any(each in line for each in words) else None
                 except RecordError:
                     continue
                 if isinstance(record, kind):

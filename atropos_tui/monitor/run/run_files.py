@@ -432,7 +432,7 @@ class RunFeed:
 
     def _tail(self, path: Path) -> RecordTail:
         # Without rollouts that the state would drop again.
-        kept_from = nth_from_end(path, _ROLLOUT, ROLLOUTS_KEPT)
+        kept_from = nth_from_end(path, (_ROLLOUT,), ROLLOUTS_KEPT)
         return RecordTail(path, unread=_ROLLOUT, unread_before=kept_from)
 
     def _start_over(self) -> RecordBatch:

@@ -15,11 +15,14 @@ from atropos_tui.profile.budget.memory import (
     dtype_bytes,
     size_text,
 )
+from atropos_tui.profile.errors import counted
 from atropos_tui.profile.site import Site, training_config, traits_of
 from trainer_core.config import TrainingConfig
 
 STATES = ("master weights", "optimizer state", "masters, states")
 """Items of the memory budget that a checkpoint holds as well."""
+FEW = 3
+"""Checkpoints that are worth keeping."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,21 @@ class Disk:
     def warnings(self) -> list[str]:
         if self.free is None or self.wanted <= self.free:
             return []
+        # One more than are kept exists while the newest is written.
+        room = self.free // self.each - 1
+        if room < 1:
+            fixes = ["choose another disk (--run-dir)"]
+        elif self.keeps_all:
+            fixes = [
+                f"raise trainer.checkpoint_interval (now {self.interval})",
+                f"set trainer.keep_checkpoints = {min(room, FEW)}",
+            ]
+        else:
+            fixes = [f"set trainer.keep_checkpoints = {room}"]
+        verb = "takes" if self.checkpoints == 1 else "take"
         return [
-            f"disk: {self.checkpoints} checkpoints take {size_text(self.wanted)}, but only "
-            f"{size_text(self.free)} are free. Fixes: raise trainer.checkpoint_interval (now "
-            f"{self.interval}); set trainer.keep_checkpoints = 3"
+            f"disk: {counted(self.checkpoints, 'checkpoint')} {verb} {size_text(self.wanted)}, but "
+            f"only {size_text(self.free)} are free. Fixes: {'; '.join(fixes)}"
         ]
 
 

@@ -111,6 +111,14 @@ def test_another_dtype_is_refused_in_words(
     )
 
 
+def test_fewer_steps_than_were_made_are_refused(base: Path, tmp_path: Path, rollouts: Path) -> None:
+    steps = {"training_steps": 2, "checkpoint_interval": 2}
+    config = offline_config(base, tmp_path / "out", resume="auto", **steps)
+    train(config, rollouts=rollouts)
+    with pytest.raises(UsageError, match=r"--training-steps 1: .*step_2 has 2 already"):
+        train(config.model_copy(update={"training_steps": 1}), rollouts=rollouts)
+
+
 def test_other_settings_are_named_in_one_line(
     base: Path, tmp_path: Path, rollouts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

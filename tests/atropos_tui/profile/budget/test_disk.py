@@ -102,3 +102,10 @@ def test_a_disk_that_is_too_small_is_a_warning_with_the_keys() -> None:
         "trainer.checkpoint_interval (now 3); set trainer.keep_checkpoints = 3"
     )
     assert not Disk(7 * GIB, 33, 3, keeps_all=True, free=None).warnings()
+    (words,) = Disk(7 * GIB, 4, 3, keeps_all=False, free=20 * GIB).warnings()
+    assert words.endswith("Fixes: set trainer.keep_checkpoints = 1")
+    (words,) = Disk(7 * GIB, 1, 40, keeps_all=True, free=6 * GIB).warnings()
+    assert words == (
+        "disk: 1 checkpoint takes 7.0 GiB, but only 6.0 GiB are free. Fixes: choose another disk "
+        "(--run-dir)"
+    )
