@@ -132,7 +132,7 @@ class FlowWatch:
         self._timings: deque[TimingRecord] = deque(maxlen=200)
         self._steps: deque[StepRecord] = deque(maxlen=FAULT_STEPS)
         self._has_batch = 0
-        self._paused_at = float("-inf")
+        self._paused_at = self._frozen_at = float("-inf")
         """Time at which the trainer last waited for disk space."""
         self._asked_at = float("-inf")
         self.environments = [spec.name for spec in stack.components if spec.role is Role.ENV]
@@ -230,7 +230,10 @@ class FlowWatch:
             None,
         )
         flows, span = {}, self._span(trainer, now)
-        self._paused_at = min(self._paused_at, now)  # the clock may have been set back
+        if any(part.stopped_pid for part in parts if part.role is not Role.ENV):
+            self._frozen_at = now  # nobody is to blame for the time in which a process was stopped
+        # The clock may have been set back.
+        self._paused_at, self._frozen_at = min(self._paused_at, now), min(self._frozen_at, now)
         for part in parts:
             if part.role is Role.ENV and part.state in RUNS:
                 env = self._env(part)
@@ -245,6 +248,7 @@ class FlowWatch:
                 begin = max(
                     now - span,
                     settled,
+                    self._frozen_at,
                     env.asks_since or now,
                     (env.registered_at or 0.0) + SETTLING_S,
                 )

@@ -107,15 +107,17 @@ class MetricRule(Rule):
 
 
 def reward_collapsed(steps: Sequence[StepRecord]) -> str | None:
-    """Apply if the mean reward of the last block is one standard deviation below the best block.
+    """Apply if the mean reward of the last `BLOCK` steps is one standard deviation below the best
+    `BLOCK` before them.
 
     The deviation is that of single rewards, so 0/1 and -1/+1 rewards behave alike.
     """
-    blocks = _blocks(steps)  # the first one may be shorter
-    if len(blocks) < 2:
+    now = steps[-BLOCK:]
+    # Any steps in a row, so that the best ones stay the same while the window moves.
+    earlier = [steps[at : at + BLOCK] for at in range(len(steps) - 2 * BLOCK + 1)]
+    if not earlier:
         return None
-    now = blocks[-1]
-    best = max(blocks[:-1], key=lambda block: fmean(step.reward_mean for step in block))
+    best = max(earlier, key=lambda block: fmean(step.reward_mean for step in block))
     high, low = (fmean(step.reward_mean for step in block) for block in (best, now))
     scale = max(median_low(step.reward_std for step in block) for block in (best, now))
     if not math.isfinite(high - low) or high - low <= max(scale, SMALL_DROP):
@@ -198,11 +200,6 @@ def _parts(timings: Sequence[TimingRecord]) -> dict[str, float]:
         "publishing weights": median_low(timing.sync_s for timing in timings),
         "checkpoints": median_low(timing.checkpoint_s for timing in timings),
     }
-
-
-def _blocks(steps: Sequence[StepRecord]) -> list[Sequence[StepRecord]]:
-    first = len(steps) % BLOCK
-    return [steps[at : at + BLOCK] for at in range(first, len(steps), BLOCK)]
 
 
 def repeated_piece(text: str) -> str | None:

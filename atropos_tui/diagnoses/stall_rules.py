@@ -92,6 +92,8 @@ class Part:
     gated: bool = False
     waiting_for: str = ""
     last_line: str = ""
+    stopped_pid: int | None = None
+    """Its process, if SIGSTOP has stopped it."""
 
 
 @dataclass(frozen=True)
@@ -246,6 +248,8 @@ class Cause:
 def no_batches(run: RunSnapshot) -> Diagnosis | None:
     """Why the stalled trainer gets no batch; None if another rule reports it."""
     silent = stalled_s(run)
+    if any(part.stopped_pid for part in run.parts):
+        return None  # the rule process_stopped reports it
     if all(part.state.is_resting for part in run.of(Role.ENV)) and ended_early(run):
         return None  # the rule environment_ended reports it
     cause = next((found for look in CAUSES if (found := look(run)) is not None), None)
@@ -402,6 +406,16 @@ def slow_start(part: Part, now: float) -> Diagnosis | None:
         "needs more time, raise start_timeout_s in its section"
     )
     return SLOW_START.diagnosis(evidence, fix, f"{part.name} takes unusually long to start")
+
+
+def _stopped(part: Part) -> Diagnosis | None:
+    if (pid := part.stopped_pid) is None:
+        return None
+    return STOPPED.diagnosis(
+        f"process {pid} is stopped (SIGSTOP), and all others wait for it",
+        f"kill -CONT {pid}, or atropos-tui restart {part.name}",
+        f"{part.name} is stopped",
+    )
 
 
 def is_low(free: int | None, size: int | None) -> bool:
@@ -626,6 +640,16 @@ NO_BATCHES = StallRule(
     "optimizer steps come again",
     layer=Layer.ROLLOUTS,
 )
+STOPPED = StallRule(
+    "process_stopped",
+    "a component's process is stopped",
+    lambda run: {part.name: _stopped(part) for part in run.parts},
+    lambda run, part: part.state is State.HEALTHY and not part.stopped_pid,
+    "its process runs again",
+    severity="alarm",
+    layer=Layer.PROCESS,
+    shows_evidence=True,
+)
 DISK_LOW = StallRule(
     "disk_low",
     "the run's disk is nearly full",
@@ -644,4 +668,4 @@ SLOW_START = StallRule(
     "it is healthy",
     layer=Layer.PROCESS,
 )
-STALL_RULES = (REFUSED, ENDED, NO_BATCHES, DISK_LOW, SLOW_START)
+STALL_RULES = (STOPPED, REFUSED, ENDED, NO_BATCHES, DISK_LOW, SLOW_START)

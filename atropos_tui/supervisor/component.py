@@ -47,6 +47,7 @@ from atropos_tui.profile.spec import ComponentSpec
 from atropos_tui.supervisor.journal.store import Store
 from atropos_tui.supervisor.launchers.launcher import Host, Living, Usage
 from atropos_tui.supervisor.probe import Prober, ProbeResult, StageWatch
+from atropos_tui.supervisor.processes import procfs
 from atropos_tui.supervisor.processes.launch import Launch
 from atropos_tui.supervisor.processes.logs import LogDrain
 from atropos_tui.supervisor.processes.process import Ending, LaunchError, Leader
@@ -218,11 +219,17 @@ class Component:
             self.has_gate,
             self.waiting_for,
             last[0].strip()[:200] if last else "",
+            self._stopped_pid(),
         )
         if self._scanner is None:
             return part, None
         on_purpose = self.outcome in ("stopped", "killed")
         return part, Printed(self._scanner, self._scanner.take(), self.child is None, on_purpose)
+
+    def _stopped_pid(self) -> int | None:
+        # A process on another machine cannot be looked at.
+        pid = self.child.pid if self.child and not self.spec.is_far else None
+        return pid if pid and procfs.is_stopped(pid) else None
 
     def row(self, usage: Usage) -> ComponentStatus:
         """One row of `ps`."""

@@ -418,8 +418,13 @@ class _Reader:
             except Malformed as error:
                 self._refuse(raw, error)
                 continue
-            # An environment's own advantages may differ even if the scores are equal.
-            self._take_group(raw, group, judged, flat=not group.advantages and not shared.any())
+            # An environment's own advantages may differ even if the scores are equal, and be 0 if
+            # they differ.
+            rollouts = [each.rollout for each in judged if each.rollout]
+            flat = not shared.any()
+            if group.advantages:
+                flat = bool(rollouts) and not any(r.advantages[r.trained].any() for r in rollouts)
+            self._take_group(raw, group, judged, flat=flat)
 
     def _parse(self, where: str, raw: Any) -> tuple[Group, NDArray[np.float64]] | None:
         select = self.selection

@@ -281,6 +281,10 @@ STALLS = {
     "no_batches": (replace(STANDS, api=ApiView(problem="refused")), TRAINS),
     "slow_start": (replace(STANDS, now=BEGAN + 900, parts=(LOADING,)), TRAINS),
     "environment_ended": (replace(STANDS, parts=LEFT), TRAINS),
+    "process_stopped": (
+        replace(TRAINS, parts=tuple(replace(each, stopped_pid=7) for each in PARTS)),
+        TRAINS,
+    ),
     "disk_low": (FULL, replace(FULL, free_bytes=10**10)),
     "rollouts_refused": (
         replace(STANDS, refused={"env": REFUSED.diagnosis("refused 331 requests", "send top_p=1")}),

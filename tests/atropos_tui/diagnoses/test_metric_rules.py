@@ -11,9 +11,14 @@ import pytest
 
 from atropos_common.protocol.record_base import Record
 from atropos_common.protocol.records import EvalRecord, parse_line
-from atropos_common.protocol.trainer_records import RolloutRecord, SyncRecord
+from atropos_common.protocol.trainer_records import RolloutRecord, StepRecord, SyncRecord
 from atropos_tui.diagnoses import Diagnosis
-from atropos_tui.diagnoses.metric_rules import CAUSE_FIXES, METRIC_RULES, MetricRule
+from atropos_tui.diagnoses.metric_rules import (
+    CAUSE_FIXES,
+    METRIC_RULES,
+    MetricRule,
+    reward_collapsed,
+)
 from atropos_tui.diagnoses.metric_watch import MetricWatch
 from atropos_tui.diagnoses.model import Finding
 
@@ -382,6 +387,19 @@ def test_two_environments_are_judged_apart() -> None:
     assert [
         found.rule for found in said([*mixed, evaluation("a", 0.1, 7), evaluation("a", 0.1, 8)])
     ] == ["accuracy_collapse"]
+
+
+def test_a_collapse_that_lasts_is_one_alarm() -> None:
+    """The reward is 0 from the third step on, however many steps were made since."""
+
+    def after(steps: int) -> str | None:
+        made = changed("step", lambda row: {"reward_mean": 0.36 * (row["step"] < 3)}, 1, steps)
+        records = [record for record in made if isinstance(record, StepRecord)][:steps]
+        spread = [record.model_copy(update={"reward_std": 0.05}) for record in records]
+        return reward_collapsed(spread)
+
+    assert after(19) is None
+    assert all(after(steps) for steps in range(20, 48)), [n for n in range(20, 48) if not after(n)]
 
 
 def test_a_short_completion_is_no_repetition() -> None:

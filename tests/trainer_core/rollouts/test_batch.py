@@ -107,6 +107,12 @@ def test_advantages_of_the_environment_and_overrides_win() -> None:
     )
 
 
+def test_a_group_whose_own_advantages_are_0_is_flat() -> None:
+    nothing = [[0.0], [0.0]]
+    batch = _read(_group(advantages=nothing), _group(advantages=[[0.0], [1.0]]))
+    assert (batch.groups, batch.flat_groups) == (2, 1)
+
+
 def test_temperature_priority() -> None:
     assert [r.temperature for r in _read(_group(), temperature=0.7).rollouts] == [0.7, 0.7]
     group = _group(generation_params={"temperature": 0.5}, overrides=[{"temperature": 0.9}, {}])
