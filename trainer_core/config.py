@@ -234,7 +234,7 @@ class TrainingConfig(BaseModel):
     """Keep master weights and optimizer state in host memory; updates stream them through the
     GPU."""
     lr: float = Field(1e-5, ge=0)
-    """Learning rate."""
+    """Learning rate. 0 changes no weights, to measure a stack."""
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Learning rate after the warm-up; cosine and linear fall to lr_min at training_steps."""
     lr_min: float = Field(0.0, ge=0)
