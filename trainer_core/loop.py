@@ -164,11 +164,6 @@ def train(
         device = _device(config)
         config = for_device(config, device)
         print(checkpoint.describe(start, config))
-        if start.step > config.training_steps:
-            raise UsageError(
-                f"--training-steps {config.training_steps}: {start.path} has {start.step} already. "
-                f"fix: set more, or go back by moving that checkpoint away"
-            )
         if hint := objective_hint(config):
             print(f"[NOTE] {hint}")
         source = world.first(lambda: _open_source(config, api or rollouts, start.step, stop))

@@ -143,6 +143,11 @@ def write_private(path: Path, text: str, *, durable: bool = False) -> None:
     Raises:
         OSError: `path` cannot be written; it is unchanged, and no temporary file is left.
     """
+    with contextlib.suppress(FileNotFoundError):
+        mode = path.lstat().st_mode
+        # A device or a pipe would be replaced, not written to.
+        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+            raise OSError(errno.EINVAL, "not an ordinary file")
     # In the same folder, so that `replace` stays on one file system and is atomic. Mode is 0600.
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     aside = Path(name)

@@ -219,17 +219,13 @@ class Component:
             self.has_gate,
             self.waiting_for,
             last[0].strip()[:200] if last else "",
-            self._stopped_pid(),
+            # A process on another machine cannot be looked at.
+            procfs.stopped(self.child.pid if self.child and not self.spec.is_far else None),
         )
         if self._scanner is None:
             return part, None
         on_purpose = self.outcome in ("stopped", "killed")
         return part, Printed(self._scanner, self._scanner.take(), self.child is None, on_purpose)
-
-    def _stopped_pid(self) -> int | None:
-        # A process on another machine cannot be looked at.
-        pid = self.child.pid if self.child and not self.spec.is_far else None
-        return pid if pid and procfs.is_stopped(pid) else None
 
     def row(self, usage: Usage) -> ComponentStatus:
         """One row of `ps`."""

@@ -90,8 +90,19 @@ def starting_point(config: TrainingConfig) -> StartingPoint:
     """Find the checkpoint for `resume`; `auto` skips damaged ones with a warning.
 
     Raises:
-        UsageError: the named checkpoint is missing or damaged, or `save_path` is not writable.
+        UsageError: the named checkpoint is missing or damaged, it has more than `training_steps`,
+            or `save_path` is not writable.
     """
+    point = _starting_point(config)
+    if point.step > config.training_steps:
+        raise UsageError(
+            f"--training-steps {config.training_steps}: {point.path} has {point.step} already. "
+            f"fix: set more, or go back by moving that checkpoint away"
+        )
+    return point
+
+
+def _starting_point(config: TrainingConfig) -> StartingPoint:
     _require_writable(Path(config.save_path))
     if config.resume == "never":
         return StartingPoint()

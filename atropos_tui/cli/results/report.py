@@ -46,8 +46,6 @@ def write(page: str, path: Path) -> None:
         # Write through a link: `write_private` replaces the file, and would replace the link
         # itself.
         path = path.resolve() if path.is_symlink() else path
-        if path.exists() and not path.is_file():
-            raise IsADirectoryError(0, "not an ordinary file")
         write_private(path, page)
     except (
         OSError,

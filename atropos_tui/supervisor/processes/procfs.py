@@ -88,6 +88,11 @@ def is_stopped(pid: int) -> bool:
     return row is not None and row.state in ("T", "t")
 
 
+def stopped(pid: int | None) -> int | None:
+    """`pid` if SIGSTOP has stopped it, else None."""
+    return pid if pid and is_stopped(pid) else None
+
+
 def exit_of(pidfd: int) -> int | None:
     """Exit status of the child behind `pidfd`, negative for a signal; None while it runs. It
     stays a zombie."""

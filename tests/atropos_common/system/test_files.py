@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from atropos_common.system.files import is_private, scratch_below, write_private
 
 
@@ -36,6 +38,15 @@ def test_only_a_folder_of_this_user_alone_is_private(tmp_path: Path) -> None:
     link.symlink_to(private)
     assert is_private(private)
     assert not any(map(is_private, (open_to_all, link, tmp_path / "missing")))
+
+
+def test_a_pipe_or_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path):
+        with pytest.raises(OSError, match="not an ordinary file"):
+            write_private(path, "words")
+    assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
 
 
 def test_a_compile_cache_that_another_user_may_write_is_not_used(tmp_path: Path) -> None:
