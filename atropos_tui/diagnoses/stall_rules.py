@@ -225,6 +225,11 @@ def starting_roles(run: RunSnapshot) -> frozenset[Role]:
     return frozenset(part.role for part in run.parts if part.state in coming)
 
 
+def stopped_roles(run: RunSnapshot) -> frozenset[Role]:
+    """Roles of which a user stopped a component: the run waits for `start`."""
+    return frozenset(part.role for part in run.parts if part.state is State.STOPPED)
+
+
 def stalled_s(run: RunSnapshot) -> float | None:
     """Seconds without a step if they are a stall and no component is starting."""
     trainer = next((part for part in run.of(Role.TRAINER) if part.state is State.HEALTHY), None)

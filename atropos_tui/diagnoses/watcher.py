@@ -44,6 +44,7 @@ from atropos_tui.diagnoses.stall_rules import (
     StallRule,
     stalled_s,
     starting_roles,
+    stopped_roles,
 )
 from atropos_tui.profile.spec import StackSpec
 
@@ -144,7 +145,7 @@ class Watcher:
     ) -> list[tuple[str, Diagnosis]]:
         clock = time.monotonic()  # patience must not depend on changes of the time of day
         run = RunSnapshot(now, tuple(self._placed(part, now) for part, _ in seen), self._names)
-        starting = starting_roles(run)
+        starting = starting_roles(run) | stopped_roles(run)
         results = [(run.trainer, found) for found in self._read_records(clock)]
         self._read_stages(run.parts)
         # Records and stages first: the end of a log finding depends on the newest work.

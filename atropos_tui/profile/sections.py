@@ -381,7 +381,7 @@ class EngineSection(ComponentOptions):
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     """Share of the GPU memory for weights and KV cache, of all `per_gpu` servers together;
     default: vLLM's."""
-    max_model_len: int | None = Field(None, ge=1)
+    max_model_len: int | None = Field(None, ge=8)
     """Limit of the context in tokens, prompt included; default: the model's."""
     model: str | None = Field(None, min_length=1)
     """Model of an engine that the trainer does not feed, such as a judge; default: the stack's

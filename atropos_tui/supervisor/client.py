@@ -200,6 +200,8 @@ class ControlClient:
     async def _request(
         self, method: str, path: str, *, timeout: httpx.Timeout | None = None, **options: Any
     ) -> httpx.Response:
+        if timeout or method != "GET":
+            self._refuse_stopped()  # else the call waits, or a command comes when it goes on
         tries = TRIES if method == "GET" else 1
         for left in reversed(range(tries)):
             http = self._connection()

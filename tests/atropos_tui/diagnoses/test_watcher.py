@@ -266,10 +266,10 @@ def sentence(running: Running, status: RunStatus) -> str:
     return verdict(status, info, state, time.time()).line
 
 
-async def test_run_api_away_and_back_leaves_no_alarm(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    soon = [
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The patience of all patterns is at most 0.2 s."""
+    rules = [
         replace(
             rule,
             patterns=tuple(
@@ -278,7 +278,11 @@ async def test_run_api_away_and_back_leaves_no_alarm(
         )
         for rule in log_scanner.LOG_RULES
     ]
-    monkeypatch.setattr(log_scanner, "LOG_RULES", tuple(soon))
+    monkeypatch.setattr(log_scanner, "LOG_RULES", tuple(rules))
+
+
+@pytest.mark.usefixtures("soon")
+async def test_run_api_away_and_back_leaves_no_alarm(launch: Launch) -> None:
     async with launch(
         part("api", role=Role.API), part("train", python(AWAY_AND_BACK), role=Role.TRAINER)
     ) as running:
@@ -296,6 +300,29 @@ async def test_run_api_away_and_back_leaves_no_alarm(
         )
         status = await running.client.status()
         assert "run-api" not in sentence(running, status) and status.components[1].diagnosis == ""
+
+
+AWAY_LATER = AWAY_AND_BACK.replace(
+    "print('Atropos",
+    "while not pathlib.Path(os.environ['ATROPOS_RUN_DIR'], 'gone').exists(): time.sleep(0.01)\n"
+    "print('Atropos",
+    1,
+)
+
+
+@pytest.mark.usefixtures("soon")
+async def test_run_api_that_a_user_stopped_raises_no_alarm(launch: Launch) -> None:
+    async with launch(
+        part("api", role=Role.API), part("train", python(AWAY_LATER), role=Role.TRAINER)
+    ) as running:
+        await running.until("train", "healthy")
+        await running.client.command(CommandRequest(action="stop", component="api"))
+        await running.until("api", "stopped")
+        (running.run.root / "gone").touch()
+        await asyncio.sleep(4)
+        assert not diagnoses(running)
+        await running.client.command(CommandRequest(action="start", component="api"))
+        await wait_until(lambda: bool(diagnoses(running)))
 
 
 MISMATCH = "LogProb Alignment: MISMATCH (temperature: the rollouts' logprobs fit 1.18)"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from atropos_common.protocol.control import CommandRequest
 from atropos_common.system.run_dir import RunDir
 from atropos_tui.cli.main import run
 from atropos_tui.cli.manage import control
@@ -110,6 +111,14 @@ async def test_a_stopped_supervisor_is_told_in_seconds(tmp_path: Path) -> None:
         with pytest.raises(client.NotAnswering, match=rf"kill -CONT {supervisor.process.pid}\b"):
             await client.ControlClient(supervisor.run.root).status()
         assert time.monotonic() - began < 8
+        # No command waits for it, to come when it goes on.
+        began, stopped = time.monotonic(), rf"kill -CONT {supervisor.process.pid}\b"
+        socket = client.ControlClient(supervisor.run.root)
+        with pytest.raises(client.NotAnswering, match=stopped):
+            await socket.wait("done", timeout=3)
+        with pytest.raises(client.NotAnswering, match=stopped):
+            await socket.command(CommandRequest(action="down"))
+        assert time.monotonic() - began < 2
         supervisor.process.send_signal(signal.SIGCONT)
 
 
