@@ -161,7 +161,10 @@ def print_end(run: RunDir, code: int | None = None, *, to: TextIO | None = None)
         flush=True,
     )
     print(f"files: {run.root}")
-    if result["exit_code"] in (Exit.DONE, Exit.INTERRUPTED):
+    if not run.run_json.exists():
+        what = "run.json is missing: the folder was deleted or moved while the run went on"
+        print(f"{what}, and the figures are of what was written since")
+    elif result["exit_code"] in (Exit.DONE, Exit.INTERRUPTED):
         whose = one_line(shlex.quote(str(run.root)))
         print(f"next: atropos-tui report {whose} -o report.html · atropos-tui replay {whose}")
     return int(result["exit_code"]) if code is None else code

@@ -10,6 +10,7 @@ import pytest
 
 from atropos_common.protocol.control import Recipe
 from atropos_tui.cli import main
+from atropos_tui.cli.manage.control import print_end
 from atropos_tui.errors import Exit
 from atropos_tui.supervisor.client import ControlClient
 from tests.support.run_maker import make_run
@@ -92,3 +93,16 @@ def test_the_last_words_are_about_the_run_whose_screen_was_left(
     monkeypatch.setenv("PYDANTIC_DISABLE_PLUGINS", "__all__")
     assert open_screen(ended) == 0
     assert f"detached; the run goes on: {live.root}" in capsys.readouterr().out
+
+
+def test_the_end_of_a_run_whose_folder_was_deleted_advises_no_command_that_needs_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run")
+    run.result_json.write_text('{"exit_code": 0, "reason": "trainer completed"}')
+    assert print_end(run) == Exit.DONE
+    assert "next: atropos-tui report" in capsys.readouterr().out
+    run.run_json.unlink()
+    assert print_end(run) == Exit.DONE
+    said = capsys.readouterr().out
+    assert "next:" not in said and "run.json is missing" in said
