@@ -42,6 +42,7 @@ def _settings(base: Path, out: Path, **fields: Any) -> TrainingConfig:
         save_path=str(out),
         optimizer="adamw",
         device="cpu",
+        training_steps=10_000,  # more than any test saves: a longer checkpoint is refused
         **fields,
     )
 
