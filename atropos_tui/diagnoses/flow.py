@@ -132,8 +132,10 @@ class FlowWatch:
         self._timings: deque[TimingRecord] = deque(maxlen=200)
         self._steps: deque[StepRecord] = deque(maxlen=FAULT_STEPS)
         self._has_batch = 0
-        self._paused_at = self._frozen_at = float("-inf")
+        self._paused_at = float("-inf")
         """Time at which the trainer last waited for disk space."""
+        self._frozen_at = float("-inf")
+        """Time at which a process beside the environments was last stopped by a signal."""
         self._asked_at = float("-inf")
         self.environments = [spec.name for spec in stack.components if spec.role is Role.ENV]
         self._hosted = {spec.name for spec in stack.components if is_hosted(spec.command)}

@@ -134,14 +134,14 @@ class LogScanner:
         return [head + rest] if whole else [head, rest]
 
     def scan(
-        self, pieces: list[bytes], now: float, starting: Collection[Role] = (), work: Work = UNKNOWN
+        self, pieces: list[bytes], now: float, away: Collection[Role] = (), work: Work = UNKNOWN
     ) -> list[Diagnosis]:
         """Return new diagnoses, and ends of diagnoses.
 
         Args:
             pieces: result of `take`.
             now: seconds of any one clock.
-            starting: roles that are starting; patience does not run for those who wait for them.
+            away: roles that are starting or stopped; patience does not run for who waits for them.
         """
         results: list[Diagnosis] = []
         for piece in pieces[:-1]:  # a gap follows: the rest of its last line is lost
@@ -155,9 +155,7 @@ class LogScanner:
                 cut = len(text)
             results += self._look(text[:cut], now)
             self._carry = text[cut:]
-        results += (
-            self._settled(now) + self._out_of_patience(now, starting) + self._ended(now, work)
-        )
+        results += self._settled(now) + self._out_of_patience(now, away) + self._ended(now, work)
         self._was_healthy = work.healthy
         return results
 
@@ -258,14 +256,14 @@ class LogScanner:
                 results += self._report(rule, replace(seen.match, around=around), seen.since)
         return results
 
-    def _out_of_patience(self, now: float, starting: Collection[Role]) -> list[Diagnosis]:
+    def _out_of_patience(self, now: float, away: Collection[Role]) -> list[Diagnosis]:
         results: list[Diagnosis] = []
         for rule, pattern in self._patterns:
             waited = self._open.get(pattern)
             if waited is None:
                 continue
-            if any(role in starting for role in pattern.waits_for):
-                waited.since = now  # waiting for a component that starts is normal
+            if any(role in away for role in pattern.waits_for):
+                waited.since = now  # waiting for it is normal
             elif now - waited.since >= pattern.patience_s:
                 del self._open[pattern]
                 results += self._report(rule, waited.match, now)

@@ -151,7 +151,7 @@ class LogPattern:
 
     `anchor` occurs in every such line; `pattern` (default: the anchor) is a regular expression.
     With `patience_s` the line counts only if no text of `cleared_by` follows in that time. The
-    clock stops while a role in `waits_for` is starting.
+    clock stops while a role in `waits_for` is starting, or a user has stopped it.
     """
 
     anchor: str

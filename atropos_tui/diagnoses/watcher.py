@@ -145,14 +145,14 @@ class Watcher:
     ) -> list[tuple[str, Diagnosis]]:
         clock = time.monotonic()  # patience must not depend on changes of the time of day
         run = RunSnapshot(now, tuple(self._placed(part, now) for part, _ in seen), self._names)
-        starting = starting_roles(run) | stopped_roles(run)
+        away = starting_roles(run) | stopped_roles(run)
         results = [(run.trainer, found) for found in self._read_records(clock)]
         self._read_stages(run.parts)
         # Records and stages first: the end of a log finding depends on the newest work.
         for part, printed in seen:
             if printed is not None:
                 scanner = printed.scanner
-                in_log = scanner.scan(printed.pieces, clock, starting, self._work_of(part))
+                in_log = scanner.scan(printed.pieces, clock, away, self._work_of(part))
                 in_log += scanner.close(clock) if printed.over else []
                 for name in self._by_records(part):
                     in_log += scanner.replaced(name, "the trainer's records show it")

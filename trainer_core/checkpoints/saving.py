@@ -225,7 +225,7 @@ class BackgroundSave:
         if self._world.rank:
             with suppress(OSError):
                 self._mark(FAILED if self._error else WRITTEN, self._world.rank).touch()
-        self._tensors, self._state = {}, {}
+        self._tensors, self._state = {}, {}  # frees what is not in `copies`, as gathered weights
 
     def _write(self) -> None:
         write_state(self._aside / state_file(self._world), self._plain, self._state, self._world)

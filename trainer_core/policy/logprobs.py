@@ -252,6 +252,11 @@ class LogitTransform(NamedTuple):
     scale: float = 1.0
     cap: float | None = None
 
+    @property
+    def bend(self) -> float | None:
+        """c in scale * c * tanh(logits / c), which is the same with one number fewer."""
+        return None if self.cap is None else self.cap / self.scale
+
 
 def logit_transform(config: Any) -> LogitTransform:
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
@@ -291,11 +296,8 @@ def chunked_scores(
     if vocabulary is not None:
         # Sums the gradient of the hidden states over ranks in the backward pass.
         hidden = enter(hidden)
-    # cap * tanh(scale * x / cap) / t = c * tanh(x / c) / (t / scale) with c = cap / scale: one
-    # number fewer to pass on.
-    cap = None if transform.cap is None else transform.cap / transform.scale
     temperatures = temperatures / transform.scale
-    more = (size, cap, wide, keep, vocabulary)
+    more = (size, transform.bend, wide, keep, vocabulary)
     return TokenScores(*_HeadScores.apply(hidden, weight, bias, labels, temperatures, *more))
 
 
@@ -309,8 +311,7 @@ def compile_scores(
         config: of the model; dtype: its weights'.
         wide: the logits will not be rounded.
     """
-    cap = (transform := logit_transform(config)).cap
-    cap = None if cap is None else cap / transform.scale
+    cap = logit_transform(config).bend
     labels = torch.zeros(COMPILED_ROWS, dtype=torch.int64, device=device)
     temperatures = torch.ones(COMPILED_ROWS, device=device)
     trained = torch.float32 if wide else dtype

@@ -22,7 +22,7 @@ from atropos_common.protocol.control import (
     State,
 )
 from atropos_common.protocol.record_base import Record
-from atropos_common.protocol.record_tail import CHUNK_BYTES, RecordTail, nth_from_end
+from atropos_common.protocol.record_tail import CHUNK_BYTES, RecordTail, kind_words, nth_from_end
 from atropos_common.protocol.records import StateRecord
 from atropos_common.system.files import read_regular
 from atropos_common.system.run_dir import LATEST_TIME, RunDir
@@ -37,7 +37,7 @@ from atropos_tui.supervisor.journal.tracker import Leftover
 
 GONE = "its supervisor is gone and left no result"
 # As the trainer writes it; inside a text its quotation marks would be escaped.
-_ROLLOUT = b'"kind":"rollout"'
+_ROLLOUT, _ = kind_words("rollout")
 # The end of a longer stream is shown while the rest is read.
 LONG_BYTES = 4 * CHUNK_BYTES
 # Newest neighbouring runs among which one of the same name is searched for.
