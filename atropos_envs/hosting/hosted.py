@@ -33,6 +33,7 @@ from atropos_common.system.installation import install_stack
 from atropos_common.system.run_dir import (
     ENV_BESIDE_TRAINER,
     ENV_ENGINE_URLS,
+    ENV_ON_ONE_GPU,
     ENV_REFILL,
     ENV_RUN_KEY,
 )
@@ -648,8 +649,9 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         if self.queue_slots is not None:
             whole = from_environment(os.environ, max(1, self.config.batch_size))
             beside = os.environ.get(ENV_BESIDE_TRAINER, "").split()
+            on_one_gpu = [each.split(",") for each in os.environ.get(ENV_ON_ONE_GPU, "").split()]
             if whole is not None:
-                self.concurrency = Targets(whole, self._loads.roots, beside)
+                self.concurrency = Targets(whole, self._loads.roots, beside, on_one_gpu)
         reach(REGISTERED)
         log.info("registered as environment %d at step %d", self.env_id, self.curr_step)
 

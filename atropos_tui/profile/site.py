@@ -308,6 +308,16 @@ def is_beside_trainer(profile: Profile, engine: EngineSection) -> bool:
     return same_machine and (bool(set(engine.gpus) & set(own)) or not (engine.gpus or own))
 
 
+def on_one_gpu(profile: Profile) -> list[list[EngineSection]]:
+    """Groups of equal engines, of more than one, that share a GPU or the cores of a machine."""
+    return [
+        [engine for engine, _ in made[first : first + section.per_gpu]]
+        for section, made in zip(profile.vllm, profile.placed, strict=True)
+        if section.per_gpu > 1
+        for first in range(0, len(made), section.per_gpu)
+    ]
+
+
 def receivers(profile: Profile) -> list[EngineSection]:
     """Engines that get the weights by broadcast; in single copy all fed ones that the trainer does
     not map."""

@@ -73,6 +73,7 @@ def test_a_model_trains_alike_by_either() -> None:
 def test_the_first_rows_need_no_kernel_that_was_not_compiled_for_no_row() -> None:
     torch.compiler.reset()
     model = build("Qwen3", dtype=torch.bfloat16).to(GPU)
+    model.set_attn_implementation(register())
     counters.clear()
     compile_scores(model.config, torch.bfloat16, GPU)
     assert counters["stats"]["unique_graphs"] == 3

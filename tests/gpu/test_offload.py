@@ -1,7 +1,7 @@
 """Offload to the host's memory on a real GPU: the same step bit for bit, less GPU memory, copies
 beside the step.
 
-python -m pytest -m gpu tests/gpu/test_offload.py -s        # half a minute
+python -m pytest -m gpu tests/gpu/test_offload.py -s        # six minutes
 """
 
 from __future__ import annotations

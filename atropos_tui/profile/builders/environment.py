@@ -18,6 +18,7 @@ from atropos_common.system.run_dir import (
     ENV_CURRICULUM,
     ENV_ENGINE_SHARE,
     ENV_ENGINE_URLS,
+    ENV_ON_ONE_GPU,
     ENV_REFILL,
     ENV_SEQUENCES,
 )
@@ -42,6 +43,7 @@ from atropos_tui.profile.site import (
     env_engines,
     env_node,
     is_beside_trainer,
+    on_one_gpu,
     traits_of,
 )
 from atropos_tui.profile.source import is_hostable
@@ -182,11 +184,13 @@ def concurrency_variables(site: Site, env: EnvSection, settings: TrainingConfig)
     engines, users = env_engines(profile, env), _engine_users(profile)
     share = sum(1.0 / users[engine.name] for engine in engines) / len(engines)
     beside = (site.engine_url(each) for each in engines if is_beside_trainer(profile, each))
+    groups = (each for each in on_one_gpu(profile) if all(engine in engines for engine in each))
     return {
         ENV_CONCURRENCY: str(env.concurrency),
         ENV_AHEAD: str(ahead),
         ENV_ENGINE_SHARE: f"{share:g}",
         ENV_BESIDE_TRAINER: " ".join(beside),
+        ENV_ON_ONE_GPU: " ".join(",".join(map(site.engine_url, group)) for group in groups),
     }
 
 

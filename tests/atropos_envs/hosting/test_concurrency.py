@@ -46,12 +46,13 @@ class Engine:
     def __post_init__(self) -> None:
         self.curve = StepCurve(self.slots)
 
-    def second(self, asked: float) -> EngineLoad:
+    def second(self, asked: float, beside: float = 0.0) -> EngineLoad:
+        """Run `asked` sequences for a second, beside those of another engine on the same GPU."""
         running = int(min(asked, self.slots, self.cache))
         self.full_s += int(asked > self.cache)
         spent = 0.0
         while spent < 1.0:
-            one = (FIXED_S + EACH_S * running) * self.rng.uniform(0.98, 1.02)
+            one = (FIXED_S + EACH_S * (running + beside)) * self.rng.uniform(0.98, 1.02)
             one *= 2.0 if self.rng.random() < self.slowed else 1.0
             self.curve.add(running, one)
             self.tokens += running
@@ -159,14 +160,14 @@ def test_each_of_two_engines_gets_what_it_can_take() -> None:
     """The first shares its GPU with the trainer: it has a small cache and is slowed down."""
     engines = {"a": Engine(cache=200, slowed=0.5), "b": Engine()}
     targets = Targets(Concurrency(32, ahead=4), list(engines))
-    assert {root: one.target for root, one in targets.each.items()} == {"a": 16.0, "b": 16.0}
+    assert targets.targets == {"a": 16.0, "b": 16.0}
     for now in range(300):
-        own = {root: min(targets.each[root].target, engines[root].cache) for root in engines}
+        own = {root: min(targets.targets[root], engines[root].cache) for root in engines}
         loads = {root: engine.second(own[root]) for root, engine in engines.items()}
         targets.look(loads, own, float(now))
-    assert 100 < targets.each["a"].target <= 200
-    assert targets.each["b"].target == pytest.approx(KNEE, rel=0.2)
-    assert targets.target == sum(one.target for one in targets.each.values())
+    assert 100 < targets.targets["a"] <= 200
+    assert targets.targets["b"] == pytest.approx(KNEE, rel=0.2)
+    assert targets.target == sum(targets.targets.values())
     assert targets.phase == "cache full"
     both = targets.target
     targets.look({"b": loads["b"]}, own, 301.0)
@@ -219,13 +220,40 @@ def test_an_engine_beside_a_busy_trainer_makes_room_for_it() -> None:
     assert room.steps > 1.08 * plain.steps
     assert room.queue < 0.5 * plain.queue, "what waits trains late"
     assert room.waited < 0.05 * 600
-    assert targets.phase == "trainer" and targets.targets["own"] == targets.each["own"].target
+    assert targets.phase == "trainer"
+    assert targets.targets["beside"] < 0.7 * targets.targets["own"]
 
 
 def test_an_engine_beside_a_waiting_trainer_generates_all_it_can() -> None:
     targets = (pair := Pair(0.2, room=True)).run(300)
     assert pair.waited > 0.3 * 300
-    assert targets.targets == {root: one.target for root, one in targets.each.items()}
+    assert targets.phase != "trainer"
+    assert targets.targets["beside"] == targets.targets["own"]
+
+
+def _pair_on_one_gpu(on_one_gpu: list[list[str]]) -> tuple[dict[str, float], int]:
+    """Return the targets of two engines on one GPU after ten minutes, and their tokens."""
+    engines = {root: Engine(slots=512) for root in ("a", "b")}
+    for running in [128] * 12 + [90] * 4 + [60] * 4 + [30] * 4:
+        engines["a"].second(running)  # an evaluation, before the other engine has started
+    targets = Targets(Concurrency(32, ahead=8), list(engines), on_one_gpu=on_one_gpu)
+    for now in range(600):
+        own = targets.targets
+        loads = {
+            root: engines[root].second(own[root], beside=own[other])
+            for root, other in (("a", "b"), ("b", "a"))
+        }
+        targets.look(loads, own, float(now))
+    return targets.targets, sum(load.generated_tokens for load in loads.values())
+
+
+def test_equal_engines_on_one_gpu_run_equally_many() -> None:
+    each, tokens_each = _pair_on_one_gpu([])
+    assert each["a"] < 0.3 * each["b"], "by itself the first keeps the knee that it had alone"
+    together, tokens = _pair_on_one_gpu([["a", "b"]])
+    assert together["a"] == together["b"] > 200
+    assert sum(together.values()) < sum(each.values()), "fewer in flight, for as many tokens"
+    assert tokens > 0.97 * tokens_each
 
 
 def test_a_number_of_the_profile_makes_no_room() -> None:

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from atropos_common.protocol import stages
-from atropos_common.system.run_dir import ENV_BESIDE_TRAINER, ENV_ENGINE_URLS, ENV_LOADS_AFTER
+from atropos_common.system.run_dir import (
+    ENV_BESIDE_TRAINER,
+    ENV_ENGINE_URLS,
+    ENV_LOADS_AFTER,
+    ENV_ON_ONE_GPU,
+)
 from atropos_tui.cli.main import run
 from atropos_tui.errors import Problem
 from atropos_tui.profile.budget import memory
@@ -133,6 +138,7 @@ def test_single_copy_with_an_engine_beside_it(gpus: list[int]) -> None:
     assert urls == [f"{url}/v1" for url in settings.engine_urls]
     beside = planned["env"].env[ENV_BESIDE_TRAINER].split()
     assert beside == settings.engine_urls[: 1 if gpus else 2], "all share the cores"
+    assert planned["env"].env[ENV_ON_ONE_GPU] == ""
 
 
 @pytest.mark.parametrize("gpus", [[], [1]])
@@ -170,6 +176,7 @@ def test_engines_on_the_trainers_gpu_get_copies(gpus: list[int]) -> None:
     assert len(urls) == 3
     beside = planned["env"].env[ENV_BESIDE_TRAINER].split()
     assert [f"{url}/v1" for url in beside] == urls, "all compute where the trainer does"
+    assert planned["env"].env[ENV_ON_ONE_GPU] == ",".join(beside)
 
 
 @pytest.mark.parametrize(
