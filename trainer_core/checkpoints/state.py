@@ -133,12 +133,12 @@ def write_state(path: Path, plain: Any, tensors: dict[str, torch.Tensor], world:
 
 
 def state_of(
-    stepper: Stepper, earlier: dict[str, torch.Tensor] | None = None
+    stepper: Stepper, copies: dict[str, torch.Tensor] | None = None
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Collect the state for an exact resume, except weights; tensors are copied.
 
     Args:
-        earlier: copies that are no longer needed, whose memory is used again.
+        copies: of a write that has ended; their memory is used again.
     """
     import numpy as np
     import torch
@@ -152,7 +152,7 @@ def state_of(
         "python_rng": json.dumps(random.getstate()),
         "numpy_rng": json.dumps([name, np.asarray(keys).tolist(), *rest]),
     }
-    return split_tensors(state, earlier)
+    return split_tensors(state, copies)
 
 
 def _tuples(value: Any) -> Any:
@@ -160,12 +160,12 @@ def _tuples(value: Any) -> Any:
 
 
 def split_tensors(
-    tree: Any, earlier: dict[str, torch.Tensor] | None = None
+    tree: Any, copies: dict[str, torch.Tensor] | None = None
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Replace the tensors of a tree by names; return the tree, and the tensors on the CPU by name.
 
     Args:
-        earlier: copies that are no longer needed, whose memory is used again.
+        copies: of a write that has ended; their memory is used again.
 
     Raises:
         TypeError: a value that JSON cannot hold.
@@ -188,7 +188,7 @@ def split_tensors(
         )
         if key not in names:
             names[key] = path
-            tensors[path] = host_copy(value, path, earlier)
+            tensors[path] = host_copy(value, path, copies)
         return names[key]
 
     def walk(value: Any, path: str) -> Any:

@@ -151,36 +151,36 @@ def scatter(model: nn.Module) -> None:
 
 
 def host_copy(
-    tensor: torch.Tensor, name: str, earlier: dict[str, torch.Tensor] | None = None
+    tensor: torch.Tensor, name: str, copies: dict[str, torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Copy a tensor to the CPU, contiguous; into `earlier[name]` if that has its shape and dtype.
+    """Copy a tensor to the CPU, contiguous; into `copies[name]` if that has its shape and dtype.
 
-    New memory costs several times as much as the copy itself. `earlier` receives the copy.
+    New memory costs several times as much as the copy itself. `copies` receives the copy.
     """
-    kept = None if earlier is None else earlier.get(name)
+    kept = None if copies is None else copies.get(name)
     if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
         kept = torch.empty(tensor.shape, dtype=tensor.dtype)
     kept.copy_(tensor.detach())
-    if earlier is not None:
-        earlier[name] = kept
+    if copies is not None:
+        copies[name] = kept
     return kept
 
 
 def weights(
-    model: nn.Module, earlier: dict[str, torch.Tensor] | None = None
+    model: nn.Module, copies: dict[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
     """Copy every checkpoint tensor to the CPU in the compute dtype, by checkpoint name.
 
     A tied head appears once. A collective; ranks other than 0 get an empty dict.
 
     Args:
-        earlier: copies that are no longer needed, whose memory is used again.
+        copies: of a write that has ended; their memory is used again.
     """
     if (parallel := parallel_of(model)) is not None:
         return {name: whole for name, whole in parallel.gathered() if whole is not None}
     if not hasattr(model, "compute_gathered"):
         return {
-            name: host_copy(tensor, name, earlier)
+            name: host_copy(tensor, name, copies)
             for name, tensor in checkpoint_tensors(model).items()
         }
     dtype, kept = compute_dtype(model), {}
