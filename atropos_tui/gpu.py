@@ -1,4 +1,4 @@
-"""GPUs that this process may use, and NVML, the driver's library, which no other module opens."""
+"""GPUs that this process may use, and NVML, the driver's library; `node_probe` opens it elsewhere."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@
     POST /commands   CommandRequest  -> 202 Accepted | 409/404/422 Refusal
     GET  /commands/ID                -> CommandStatus
     GET  /recipe?action=A&component=C-> Recipe (what a command would do)
-    GET  /logs/COMPONENT?n=N         -> text, the last N lines of the current attempt
     GET  /wait?for=X&timeout=S       -> WaitResult (for: ready, done, a component's name)
 
 The trainer uses the same socket to ask for a new engine (`initiator="trainer"`). A request may name

@@ -9,6 +9,7 @@ import asyncio
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 # Groups over which the flat share is measured.
@@ -186,8 +187,7 @@ def enough(useful: int, flat_share: float) -> int:
 class WorkerMeter:
     """Mean numbers of groups and queue slots."""
 
-    samples: int = 0
-    sums: dict[str, float] = field(default_factory=dict)
+    values: dict[str, list[float]] = field(default_factory=dict)
 
     def add(
         self,
@@ -204,7 +204,6 @@ class WorkerMeter:
             awaited: a batch waits for this environment's share.
             in_engine: completions that it waits for.
         """
-        self.samples += 1
         # Keys are field names of `EnvCountsRecord`. An unknown value adds no key, so the record has
         # None.
         now: dict[str, float] = {"workers": workers}
@@ -215,11 +214,10 @@ class WorkerMeter:
         if slots is not None:
             now |= {"waiting_for_slot": slots.waiting, "free_slots": slots.free}
         for name, value in now.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
+            self.values.setdefault(name, []).append(value)
 
     def take(self) -> dict[str, float]:
         """Return the means as fields of an `env_counts` record, and start over."""
-        # A value that was unknown in some samples counts as 0 there.
-        means = {name: total / self.samples for name, total in self.sums.items()}
-        self.samples, self.sums = 0, {}
+        means = {name: fmean(values) for name, values in self.values.items()}
+        self.values = {}
         return means

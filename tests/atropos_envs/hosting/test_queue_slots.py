@@ -17,7 +17,7 @@ from atroposlib.envs.base import EvalHandlingEnum
 
 from atropos_common.net.http import AFTER_HEADER, BATCH_HEADER
 from atropos_common.protocol.records import FLAT, SURPLUS
-from atropos_envs.hosting.queue_slots import PendingGroup, QueueSlots, enough
+from atropos_envs.hosting.queue_slots import PendingGroup, QueueSlots, WorkerMeter, enough
 from tests.atropos_envs.support import begin_at_once, plain_env, run_api, trainer_registration
 
 
@@ -28,6 +28,14 @@ def test_enough_groups_give_the_useful_ones_in_five_of_six_cases(useful: int, sh
     hits = sum(sum(dice.random() >= share for _ in range(groups)) >= useful for _ in range(4000))
     assert 0.78 < hits / 4000 < 0.97
     assert enough(useful, 0.0) == useful and enough(0, share) == enough(-2, share) == 0
+
+
+def test_means_are_over_the_samples_that_know_a_value() -> None:
+    meter = WorkerMeter()
+    meter.add(4, None, awaited=None, in_engine=None)
+    meter.add(8, None, awaited=True, in_engine=30.0)
+    assert meter.take() == {"workers": 6.0, "awaited": 1.0, "in_engine": 30.0}
+    assert meter.take() == {}
 
 
 def _looked(
