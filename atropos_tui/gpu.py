@@ -1,4 +1,4 @@
-"""GPUs that this process may use, and NVML, the driver's library; `node_probe` opens it elsewhere."""
+"""GPUs that this process may use, and NVML, the driver's library."""
 
 from __future__ import annotations
 

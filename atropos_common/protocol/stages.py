@@ -5,13 +5,13 @@ The run directory is shared by all nodes, so this works behind each launcher.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
 from pathlib import Path
 
 from atropos_common.protocol.records import StageRecord
+from atropos_common.system.files import append_line
 from atropos_common.system.run_dir import (
     ENV_ATTEMPT,
     ENV_COMPONENT,
@@ -50,32 +50,10 @@ def reach(stage: str) -> None:
     )
     # One `write` with O_APPEND: ranks on several nodes may report at the same time.
     path, line = run.stages_jsonl(component), record.to_line().encode()
-    if not _append(path, line):
+    if not append_line(path, line):
         threading.Thread(target=_retry, args=(path, line), name="stage", daemon=True).start()
 
 
-def _append(path: Path, line: bytes) -> bool:
-    try:
-        # O_NOFOLLOW: the run directory may be a recording from elsewhere.
-        descriptor = os.open(
-            path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-        )
-    except OSError:
-        return False
-    try:
-        size = os.fstat(descriptor).st_size
-        written = os.write(descriptor, line)
-        # A full disk can accept a part; a torn line would merge with the next record.
-        if written < len(line):
-            os.ftruncate(descriptor, size)
-        return written == len(line)
-    except OSError:
-        return False
-    finally:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
-
-
 def _retry(path: Path, line: bytes) -> None:
-    while not _append(path, line):
+    while not append_line(path, line):
         time.sleep(RETRY_S)

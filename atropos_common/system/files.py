@@ -1,4 +1,5 @@
-"""Private files that are replaced as a whole, and safe ways to read them."""
+"""Private files that are replaced as a whole, lines that are appended as a whole, and safe ways to
+read files."""
 
 from __future__ import annotations
 
@@ -195,6 +196,29 @@ def scratch_below(env: Mapping[str, str], name: str) -> tuple[Path, dict[str, st
     # torch runs the code in its cache, and another user may have made the folder first.
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(compiled)} if is_own(compiled) else {}
     return around / name, {**cache, **env, "TMPDIR": str(around / name)}
+
+
+def append_line(path: Path, line: bytes) -> bool:
+    """Append a line to a file that others may append to; False: none of it is in the file."""
+    try:
+        # O_NOFOLLOW: the run directory may be a recording from elsewhere.
+        descriptor = os.open(
+            path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
+    except OSError:
+        return False
+    try:
+        size = os.fstat(descriptor).st_size
+        written = os.write(descriptor, line)
+        # A full disk can accept a part; a torn line would merge with the next record.
+        if written < len(line):
+            os.ftruncate(descriptor, size)
+        return written == len(line)
+    except OSError:
+        return False
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 def why_full(error: BaseException) -> str | None:

@@ -12,9 +12,10 @@ import asyncio
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any, Literal
 
 import aiohttp
@@ -203,15 +204,16 @@ class Targets:
 
         Args:
             beside: engines on the trainer's device.
-            on_one_gpu: groups of equal engines, which have one target together.
+            on_one_gpu: groups of equal engines, which have the same target.
         """
+        first = max(1, round(whole.first / max(1, len(roots))))
         self.ahead, self.share = whole.ahead, whole.share
         grouped = {root for group in on_one_gpu for root in group}
         self._groups = [*on_one_gpu, *([root] for root in roots if root not in grouped)]
-        self._of_group = [
-            replace(whole, first=max(1, round(whole.first * len(group) / len(roots))))
-            for group in self._groups
-        ]
+        self.each: dict[str, Concurrency] = {}
+        """State of each engine; the engines of a group share one."""
+        for group in self._groups:
+            self.each |= dict.fromkeys(group, replace(whole, first=first))
         self._present = set(roots)
         self._beside, self._throttle = set(beside), Throttle()
 
@@ -222,26 +224,19 @@ class Targets:
 
     @property
     def targets(self) -> dict[str, float]:
-        """Sequences of each engine."""
         return {
-            root: one.target / len(group) * (self._throttle.part if throttled else 1.0)
-            for group, one, throttled in self._with_groups()
-            for root in group
+            root: one.target * (self._throttle.part if self._is_throttled(root) else 1.0)
+            for root, one in self.each.items()
         }
 
-    def _with_groups(self) -> list[tuple[Sequence[str], Concurrency, bool]]:
-        """Each group of engines with its target, and True if it makes room for the trainer."""
-        return [
-            (group, one, group[0] in self._beside and not one.fixed)
-            for group, one in zip(self._groups, self._of_group, strict=True)
-        ]
+    def _is_throttled(self, root: str) -> bool:
+        return root in self._beside and not self.each[root].fixed
 
     @property
     def knee(self) -> float | None:
         """Sum of the engines' knees; None while one is unknown."""
-        present = self._of_present()
-        known = [one.knee for one in present if one.knee is not None]
-        return sum(known) if known and len(known) == len(present) else None
+        known = [one.knee for one in self._of_present() if one.knee is not None]
+        return sum(known) if known and len(known) == len(self._present) else None
 
     @property
     def phase(self) -> Phase:
@@ -251,7 +246,7 @@ class Targets:
         return next((phase for phase in _FIRST_BOUND if phase in phases), "rising")
 
     def _of_present(self) -> list[Concurrency]:
-        return [one for group, one, _ in self._with_groups() if self._present & set(group)]
+        return [self.each[root] for root in self._present]
 
     def look(self, loads: Mapping[str, EngineLoad], own: Mapping[str, float], now: float) -> None:
         """Move the targets of the engines that answer.
@@ -260,11 +255,10 @@ class Targets:
             own: this environment's sequences in flight at each engine.
         """
         self._present = set(loads)
-        for group, one, _ in self._with_groups():
+        for group in self._groups:
             if present := [root for root in group if root in loads]:
-                one.look(
-                    _sum(loads[root] for root in present), sum(own[root] for root in present), now
-                )
+                mean = fmean(own[root] for root in present)
+                self.each[group[0]].look(_mean([loads[root] for root in present]), mean, now)
 
     def look_at_queue(self, queued: float, step: int, now: float) -> None:
         """Let the engines on the trainer's device make room for it, or generate more again.
@@ -273,27 +267,25 @@ class Targets:
             queued: batches that wait for the trainer.
             step: batches that it has begun.
         """
-        if step > FIRST_STEPS and any(throttled for *_, throttled in self._with_groups()):
+        if step > FIRST_STEPS and any(map(self._is_throttled, self.each)):
             self._throttle.look(queued, now)
 
     def without_load(self, batch: int) -> None:
         """Keep two batches in flight: the engines report no load."""
-        engines = sum(map(len, self._groups))
-        for group, one, _ in self._with_groups():
-            one.without_load(math.ceil(batch * len(group) / engines))
+        for one in self.each.values():
+            one.without_load(math.ceil(batch / len(self.each)))
 
 
-def _sum(loads: Iterable[EngineLoad]) -> EngineLoad:
-    """Return the load of equal engines; the knee counts once all of them know theirs."""
-    each = list(loads)
-    knees = [load.knee for load in each if load.knee is not None]
+def _mean(loads: Sequence[EngineLoad]) -> EngineLoad:
+    """Return the mean load of equal engines; the knee counts once all of them know theirs."""
+    knees = [load.knee for load in loads if load.knee is not None]
     return EngineLoad(
-        running=sum(load.running for load in each),
-        waiting=sum(load.waiting for load in each),
-        kv_use=max(load.kv_use for load in each),
-        generated_tokens=sum(load.generated_tokens for load in each),
-        slots=sum(load.slots for load in each),
-        knee=sum(knees) if len(knees) == len(each) else None,
+        running=round(fmean(load.running for load in loads)),
+        waiting=round(fmean(load.waiting for load in loads)),
+        kv_use=max(load.kv_use for load in loads),
+        generated_tokens=round(fmean(load.generated_tokens for load in loads)),
+        slots=round(fmean(load.slots for load in loads)),
+        knee=fmean(knees) if len(knees) == len(loads) else None,
     )
 
 

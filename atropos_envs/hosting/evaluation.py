@@ -27,6 +27,7 @@ from atropos_common.protocol.records import (
     EvalRecord,
     reason_text,
 )
+from atropos_common.system.files import append_line
 from atropos_common.system.run_dir import ENV_COMPONENT, ENV_RUN_ID, RunDir
 from atropos_envs.hosting.groups import is_flat, why_left_out
 
@@ -75,6 +76,7 @@ class EvalLog:
         self._env = env
         self._run_id = os.environ.get(ENV_RUN_ID, "")
         self._next = next_seq(path) if path is not None else 0
+        self._keeps = True
 
     def append(self, split: str, graded: list[Graded], policy_step: int | None) -> EvalRecord:
         """Write the accuracy over `graded`, which must not be empty."""
@@ -145,11 +147,12 @@ class EvalLog:
     def _write(self, record: RecordT) -> RecordT:
         stamp = {"run_id": self._run_id, "time": time.time(), "seq": self._next}
         stamped = record.model_copy(update=stamp)
-        if self._path is not None:
-            # Opened for each record, since minutes may pass between two.
-            with self._path.open("a") as file:
-                file.write(stamped.to_line())
-        self._next += 1
+        # A full disk must not end the environment: training waits for room too.
+        kept = self._path is None or append_line(self._path, stamped.to_line().encode())
+        if not kept and self._keeps:
+            log.warning("%s cannot be written: its records are left out until it can", self._path)
+        self._keeps = kept
+        self._next += int(kept)
         return stamped
 
 

@@ -546,8 +546,13 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             status["queue_size"] = max(0, min(status["queue_size"], all_slots - len(self.workers)))
 
     async def env_step_checks(self) -> None:
-        """Evaluate at BaseEnv's intervals, and write a progress line."""
+        """Evaluate at every multiple of `steps_per_eval`, and write a progress line."""
+        every, before = self.config.steps_per_eval, self.curr_step
+        now = self.status_dict["current_step"]
         await super().env_step_checks()
+        # BaseEnv misses a multiple that passes between two of its checks, and each one of 1.
+        if every > 0 and before // every < now // every and before % every <= now % every:
+            self._evaluate_soon()
         servers = self.server.servers
         self._worker_meter.add(
             len(self.workers),

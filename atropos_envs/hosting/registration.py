@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 
 from atropos_common.net.http import key_headers
+from atropos_common.system.files import write_private
 from atropos_common.system.run_dir import RunDir
 from atropos_envs import EnvFault
 
@@ -198,8 +199,10 @@ class Registration:
             ids = ", ".join(map(str, earlier))
             log.info("disconnected an earlier registration of this environment (id %s)", ids)
         if self._id_file is not None:
-            self._id_file.parent.mkdir(parents=True, exist_ok=True)
-            self._id_file.write_text(json.dumps({"env_ids": [self.env_id]}) + "\n")
+            # On a full disk the next attempt only leaves this registration behind.
+            with suppress(OSError):
+                self._id_file.parent.mkdir(parents=True, exist_ok=True)
+                write_private(self._id_file, json.dumps({"env_ids": [self.env_id]}) + "\n")
 
     async def _call(
         self, method: str, path: str, body: dict[str, Any] | None = None

@@ -220,15 +220,6 @@ class Foreign(Hosted):
             self.config.max_num_workers = groups
             log.info("up to %d groups in flight", groups)
 
-    async def env_step_checks(self) -> None:
-        """Evaluate at every multiple of `steps_per_eval`."""
-        every, before = self.config.steps_per_eval, self.curr_step
-        now = self.status_dict["current_step"]
-        await super().env_step_checks()
-        # BaseEnv misses a multiple that passes between two of its checks.
-        if every > 0 and before // every < now // every and before % every <= now % every:
-            self._evaluate_soon()
-
     async def setup(self) -> None:
         """Run the environment's own set-up.
 

@@ -452,11 +452,11 @@ class Supervisor:
         command_id = new_id()
         try:
             self._check(request)
+            plan = self.recipe_for(request)
         except RefusedError as refused:
             self._record(request, command_id, "refused", refused.refusal.error)
             answer.set_exception(refused)
             return
-        plan = self.recipe_for(request)
         operation = Operation(command_id, request, stop=list(plan.stop), start=list(plan.start))
         if request.action == "kill":  # the restart follows from the crash
             operation.stop, operation.start = plan.stop[:1], []
@@ -481,7 +481,7 @@ class Supervisor:
         RefusedError: the command is not possible now.
         """
         action, name = request.action, request.component
-        whole = action == "restart" and not name
+        whole = action == "restart" and name is None
         if action == "down":
             return
         if not name and not whole:

@@ -412,7 +412,7 @@ def save_step(
     saved = save(model, config, target, step=step, stepper=stepper, world=world, **more)
     # Rank 0 alone deletes; `world` is None for a single rank.
     if not (world and world.rank):
-        drop_old(config)
+        drop_old(config, step)
     return saved
 
 
@@ -420,12 +420,17 @@ def step_folder(config: TrainingConfig, step: int) -> Path:
     return Path(config.save_path) / f"{'adapter_' if config.trains_adapters else ''}step_{step}"
 
 
-def drop_old(config: TrainingConfig) -> None:
-    """Remove undamaged checkpoints that exceed `keep_checkpoints`."""
+def drop_old(config: TrainingConfig, step: int) -> None:
+    """Remove undamaged checkpoints up to `step` that exceed `keep_checkpoints`.
+
+    Those of later steps are another run's, and the one that `resume` names is still needed.
+    """
     if config.keep_checkpoints:
         saved = complete_checkpoints(Path(config.save_path), config.trains_adapters)
-        for old in saved[: -config.keep_checkpoints]:
-            shutil.rmtree(old, ignore_errors=True)
+        own = [path for path in saved if _step_of(path) <= step]
+        for old in own[: -config.keep_checkpoints]:
+            if old.resolve() != Path(config.resume).resolve():
+                shutil.rmtree(old, ignore_errors=True)
 
 
 def save_final(

@@ -37,9 +37,10 @@ def _files(model_name: str) -> dict[str, bytes]:
             GenerationConfig.from_pretrained,
         ):
             try:
-                read(model_name).save_pretrained(folder)
+                found = read(model_name)
             except (OSError, ValueError, ImportError, KeyError):
                 continue
+            found.save_pretrained(folder)
         return {
             str(file.relative_to(folder)): file.read_bytes()
             for file in folder.rglob("*")

@@ -81,16 +81,21 @@ class Saver:
         if not self._config.checkpoint_in_background or self._config.trains_adapters:
             self.save(step, version)
             return
-        self._saving = BackgroundSave(
-            self._model,
-            self._config,
-            self._stepper,
-            step=step,
-            version=version,
-            progress=self._progress(),
-            world=self._world,
-            copies=self._copies,
-        )
+        try:
+            self._saving = BackgroundSave(
+                self._model,
+                self._config,
+                self._stepper,
+                step=step,
+                version=version,
+                progress=self._progress(),
+                world=self._world,
+                copies=self._copies,
+            )
+        except OSError as error:
+            if not why_full(error):
+                raise
+            self.save(step, version)
 
     def finish(self, step: int, version: int) -> None:
         """Wait for a background write; after a full disk save `step` instead."""
@@ -237,7 +242,7 @@ class BackgroundSave:
             return
         checkpoint.complete(self._config, self._aside, self.step, self._version, self._kept)
         size = checkpoint.replace_folder(self._target, self._aside)
-        checkpoint.drop_old(self._config)
+        checkpoint.drop_old(self._config, self.step)
         self._saved = checkpoint.Saved(self._target, time.perf_counter() - self._began, size)
 
     def _written(self, rank: int) -> bool:

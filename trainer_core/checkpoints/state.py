@@ -67,7 +67,8 @@ def _restore(path: Path, stepper: Stepper) -> None:
 
     torch.set_rng_state(state["torch_rng"])
     if state["cuda_rng"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda_rng"])
+        # The checkpoint may be of a process that saw more GPUs; each trains on its first one.
+        torch.cuda.set_rng_state_all(state["cuda_rng"][: torch.cuda.device_count()])
     # JSON turned tuples into lists, and `setstate` accepts only tuples.
     random.setstate(_tuples(json.loads(state["python_rng"])))
     name, keys, *rest = json.loads(state["numpy_rng"])

@@ -197,9 +197,8 @@ async def wait(options: argparse.Namespace) -> int:
     if outcome.outcome == "timeout":
         print(f"timeout: {one_line(outcome.detail)}", file=sys.stderr)
         return Exit.TIMEOUT
-    if options.target == "done":
-        result = await _result_soon(entry)
-        return int(result["exit_code"]) if result else Exit.DONE
+    if options.target == "done" and (result := await _result_soon(entry)) is not None:
+        return int(result["exit_code"])
     if outcome.outcome == "impossible":
         print(f"impossible: {one_line(outcome.detail)}", file=sys.stderr)
         return Exit.COMPONENT_FAILED

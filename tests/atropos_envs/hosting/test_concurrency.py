@@ -263,6 +263,20 @@ def test_a_number_of_the_profile_makes_no_room() -> None:
     assert targets.target == 64
 
 
+def test_an_engine_keeps_its_number_while_another_of_its_gpu_is_away() -> None:
+    targets = Targets(Concurrency(32, ahead=8), ["a", "b"], on_one_gpu=[["a", "b"]])
+    found = []
+    for now in range(320):
+        roots = ["a"] if 200 <= now < 280 else ["a", "b"]
+        load = EngineLoad(
+            running=64, waiting=0, kv_use=0.1, generated_tokens=0, slots=512, knee=64.0
+        )
+        targets.look(dict.fromkeys(roots, load), targets.targets, float(now))
+        found.append((targets.targets["a"], targets.target))
+    assert {each for each, _ in found[100:]} == {64.0}
+    assert (found[250][1], found[300][1]) == (64.0, 128.0)
+
+
 def test_what_the_plan_says_becomes_the_target() -> None:
     assert from_environment({}, 128) is None
     auto = from_environment({ENV_CONCURRENCY: "auto", ENV_AHEAD: "4", ENV_ENGINE_SHARE: "0.5"}, 128)
