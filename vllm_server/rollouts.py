@@ -233,20 +233,21 @@ class RolloutRecorder:
             if not name or ids is None:
                 outputs = generate(prompt, sampling_params, request_id, *args, **options)
             else:
-                begun = await self._begin(name, prompt, ids)
-                start = _Start(generate, prompt | {"prompt_token_ids": begun.ids.tolist()}, options)
+                conversation = self._conversations.setdefault(name, Conversation())
+                self._conversations.move_to_end(name)
+                begun = await self._begin(conversation, prompt, ids)
+                recorded = prompt | {"prompt_token_ids": begun.ids.tolist()}
+                start = _Start(generate, recorded, options, conversation)
                 params = self._params(sampling_params)
                 make = self._one if params.n == 1 else self._several
-                outputs = make(name, begun, start, params, request_id)
+                outputs = make(begun, start, params, request_id)
             async with aclosing(outputs) as stream:  # type: ignore[type-var]
                 async for output in stream:
                     yield output
 
         return recording
 
-    async def _begin(self, name: str, prompt: Any, ids: list[int]) -> Prompt:
-        conversation = self._conversations.setdefault(name, Conversation())
-        self._conversations.move_to_end(name)
+    async def _begin(self, conversation: Conversation, prompt: Any, ids: list[int]) -> Prompt:
         # Images have places in the prompt, which another encoding would move.
         tokenizer = await self._tokenizer() if prompt.get("type", "token") == "token" else None
         return conversation.begin(ids, tokenizer)
@@ -263,7 +264,7 @@ class RolloutRecorder:
         return params
 
     async def _one(
-        self, name: str, begun: Prompt, start: _Start, params: Any, request_id: str
+        self, begun: Prompt, start: _Start, params: Any, request_id: str
     ) -> AsyncIterator[Any]:
         from vllm.sampling_params import RequestOutputKind
 
@@ -279,11 +280,11 @@ class RolloutRecorder:
                                 break
                             # Before the client has the end of its answer.
                             if output.finished:
-                                self._note(name, begun, start, params, made, tokens_at)
+                                self._note(begun, start, params, made, tokens_at)
                             yield output
                 finally:
                     if made.finish_reason == UNFINISHED and made.token_ids:
-                        self._note(name, begun, start, params, made, tokens_at)
+                        self._note(begun, start, params, made, tokens_at)
             if not (whole and made.finish_reason == ABORTED):
                 return
             # A publish with `recompute` aborted it, as in `Generator`.
@@ -291,7 +292,7 @@ class RolloutRecorder:
             request_id += "-again"
 
     async def _several(
-        self, name: str, begun: Prompt, start: _Start, params: Any, request_id: str
+        self, begun: Prompt, start: _Start, params: Any, request_id: str
     ) -> AsyncIterator[Any]:
         """Make each of `n` completions in an engine request of its own, with its own versions."""
         from vllm.sampling_params import RequestOutputKind
@@ -302,7 +303,7 @@ class RolloutRecorder:
             own = copy(params)
             own.n, own.seed = 1, None if params.seed is None else params.seed + index
             try:
-                stream = self._one(name, begun, start, own, f"{request_id}-{index}")
+                stream = self._one(begun, start, own, f"{request_id}-{index}")
                 async for output in stream:
                     output.outputs[0].index, output.request_id = index, request_id
                     outputs.put_nowait(output)
@@ -331,7 +332,6 @@ class RolloutRecorder:
 
     def _note(
         self,
-        name: str,
         begun: Prompt,
         start: _Start,
         params: Any,
@@ -360,8 +360,9 @@ class RolloutRecorder:
             replaced=begun.replaced,
             rewritten=begun.rewritten,
         )
-        # Taken meanwhile: nobody asks for this turn, and the oldest rollouts give way.
-        self._conversations.setdefault(name, Conversation()).add(begun, turn)
+        # If the rollout was taken meanwhile, nobody asks for this turn.
+        start.conversation.add(begun, turn)
+        # The oldest rollouts give way.
         while sum(each.tokens for each in self._conversations.values()) > MOST_TOKENS:
             self._conversations.popitem(last=False)
 
@@ -373,6 +374,7 @@ class _Start:
     generate: Generate
     prompt: Any
     options: dict[str, Any]
+    conversation: Conversation
 
     def __call__(self, params: Any, request_id: str) -> AsyncIterator[Any]:
         return self.generate(self.prompt, params, request_id, **self.options)

@@ -60,6 +60,7 @@ SILENT_START_S = 60.0
 """The same for a component with stages that has reached none."""
 PORT_PATIENCE_S = 5.0
 """Seconds to wait for a port in use."""
+FIND_SHORTAGE = "find what uses it up (ulimit -n, ulimit -u, df, free)"
 RESOURCE_PATIENCE_S = 60.0
 """Seconds to retry a start while descriptors, processes, memory or disk run out."""
 EVIDENCE = 200
@@ -309,15 +310,20 @@ class Component:
         if missing:
             return
         attempt = self.attempt + 1
-        launch = self._host.launch(self.spec, attempt)
+        try:
+            launch = self._host.launch(self.spec, attempt)
+            exists = launch.creates is not None and launch.creates.exists()
+        except OSError as error:  # of a network disk, or of a folder that is closed to this user
+            self._wait_for_resources(error, f"make {error.filename} readable")
+            return
         # A prepare step whose result exists already (`creates`) is skipped.
-        if launch.creates and launch.creates.exists():
+        if exists:
             self._move(State.COMPLETED, f"skipped: {launch.creates} exists")
         elif self._port_is_free() and self._gpus_are_free():
             try:
                 living = self._host.start(self.spec, attempt, launch, *self._listeners(attempt))
             except OSError as error:
-                self._wait_for_resources(error)
+                self._wait_for_resources(error, FIND_SHORTAGE)
                 return
             self._begin(living)
             self._move(State.STARTING, f"attempt {attempt}")
@@ -325,7 +331,7 @@ class Component:
             if not self.has_gate and not self.one_shot:
                 self._healthy("started; it has no health check")
 
-    def _wait_for_resources(self, error: OSError) -> None:
+    def _wait_for_resources(self, error: OSError, fix: str) -> None:
         """Retry the start in a second.
 
         Raises:
@@ -333,13 +339,8 @@ class Component:
         """
         self._resource_wait = self._resource_wait or time.monotonic()
         if time.monotonic() - self._resource_wait > RESOURCE_PATIENCE_S:
-            fix = (
-                "find what uses it up (ulimit -n, ulimit -u, df, free), then atropos-tui up "
-                "--resume RUN"
-            )
-            raise LaunchError(
-                f"cannot start {self.name} for {RESOURCE_PATIENCE_S:g} s: {error.strerror}", fix
-            )
+            problem = f"cannot start {self.name} for {RESOURCE_PATIENCE_S:g} s: {error.strerror}"
+            raise LaunchError(problem, f"{fix}, then atropos-tui up --resume RUN")
         self.waiting_for = f"the machine: {error.strerror}"
         asyncio.get_running_loop().call_later(1.0, self._owner.post, look_again)
 

@@ -178,7 +178,10 @@ class Prober:
                 raise CheckFailedError(f"not {check.label or check.stage} yet")
             return check.label or check.stage
         assert isinstance(check, FileCheck)
-        if not Path(check.path).exists():
+        found = False
+        with contextlib.suppress(OSError):  # a stale mount may answer again
+            found = Path(check.path).exists()
+        if not found:
             raise CheckFailedError(f"{check.path} does not exist yet")
         return f"{check.path} exists"
 

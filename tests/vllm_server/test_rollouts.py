@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,7 +101,8 @@ class _Engine:
 
     def __init__(self, made: list[int]) -> None:
         self.made, self.history, self.seen = made, VersionHistory(), []
-        self.aborts = 0
+        self.aborts = self.taken = 0
+        self.before: Callable[[], int] = lambda: 0
 
     async def generate(
         self, prompt: Any, params: Any, request_id: str, **_: Any
@@ -109,6 +110,7 @@ class _Engine:
         from vllm.sampling_params import RequestOutputKind
 
         self.seen.append((prompt, params, request_id))
+        self.taken = self.before()
         reason = "stop"
         if self.aborts:
             self.aborts -= 1
@@ -187,6 +189,27 @@ async def test_a_completion_that_a_publish_aborted_is_made_again() -> None:
     (output,) = await _ask(recorder, engine, "r", params)
     assert output.outputs[0].finish_reason == "stop" and len(engine.seen) == 2
     assert [turn.finish_reason for turn in recorder.take("r").turns] == ["stop"]
+
+
+async def test_a_rollout_may_be_taken_while_a_turn_runs() -> None:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    engine = _Engine([1, END])
+    recorder, _ = _recorder(engine)
+    params = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)
+    await _ask(recorder, engine, "r", params)
+    generate = recorder.wrap(engine.generate)
+
+    async def second(*_: Any) -> None:
+        stream = generate({"prompt_token_ids": [4, 1, END, 5]}, params, "id")
+        async for output in stream:
+            assert output.finished
+            assert recorder.take("r").turns == []
+
+    engine.before = lambda: len(recorder.take("r").turns)
+    scope = {"type": "http", "headers": [(b"x-atropos-rollout", b"r")]}
+    await NamedRollouts(second)(scope, None, None)  # type: ignore[arg-type]
+    assert engine.taken == 1
 
 
 async def test_the_oldest_rollouts_give_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,9 @@ import tempfile
 from functools import lru_cache, partial
 from pathlib import Path
 
+from atropos_common.system.files import why_full
+from trainer_core.errors import UsageError
+
 
 def read_companions(model_name: str) -> None:
     """Read the files before the run's first checkpoint.
@@ -37,10 +40,14 @@ def _files(model_name: str) -> dict[str, bytes]:
             GenerationConfig.from_pretrained,
         ):
             try:
-                found = read(model_name)
-            except (OSError, ValueError, ImportError, KeyError):
-                continue
-            found.save_pretrained(folder)
+                read(model_name).save_pretrained(folder)
+            except (OSError, ValueError, ImportError, KeyError) as error:
+                # Half a tokenizer would be in every checkpoint.
+                if words := why_full(error):
+                    raise UsageError(
+                        f"{folder.parent}: {words}, and the tokenizer has to pass through it. "
+                        f"fix: free space there, or set TMPDIR to another folder"
+                    ) from None
         return {
             str(file.relative_to(folder)): file.read_bytes()
             for file in folder.rglob("*")

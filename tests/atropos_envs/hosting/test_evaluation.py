@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,22 @@ def test_records_are_numbered_over_restarts_and_a_torn_line_is_cut(
     assert (held_out.weight_version, held_out.policy_step) == (2, 4)
     assert (carries.seq, carries.accuracy) == (1, 1.0)
     assert carries.weight_version is None, "one answer of unknown weights makes the whole unknown"
+
+
+def test_a_full_disk_leaves_records_out_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "eval.sums.jsonl"
+    records, write = EvalLog(path, "sums"), os.write
+    records.append("held_out", [Graded(True)], policy_step=1)
+    # A full disk takes a part of a line.
+    monkeypatch.setattr("os.write", lambda file, line: write(file, line[:5]))
+    for step in (2, 3):
+        records.append("held_out", [Graded(True)], policy_step=step)
+    assert caplog.text.count("cannot be written") == 1
+    monkeypatch.undo()
+    records.append("held_out", [Graded(True)], policy_step=4)
+    assert [(each.seq, each.policy_step) for each in read(path)] == [(0, 1), (1, 4)]
 
 
 def test_nothing_graded_is_no_accuracy(tmp_path: Path) -> None:

@@ -252,6 +252,28 @@ async def test_process_writes_groups_to_a_file(make: Make, tmp_path: Path) -> No
     assert all(group["scores"] == [1.0, 0.0] * 4 for group in groups)
 
 
+@pytest.mark.parametrize(
+    ("every", "steps", "evaluated"), [(1, [1, 2, 3], [1, 2, 3]), (2, [2, 4, 5, 6], [2, 4, 6])]
+)
+async def test_every_multiple_of_steps_per_eval_has_an_evaluation(
+    make: Make, every: int, steps: list[int], evaluated: list[int]
+) -> None:
+    """BaseEnv misses each multiple of 1, and one that passes between two of its checks."""
+    found = []
+    async with Engine().running() as url:
+        env = make(url, steps_per_eval=every)
+
+        async def evaluate(*_: Any, **__: Any) -> None:
+            found.append(env.curr_step)
+
+        env.evaluate, env.curr_step, env.checkpoint_interval = evaluate, 0, 0
+        for step in steps:
+            env.status_dict = {"current_step": step}
+            await env.env_step_checks()
+            await asyncio.sleep(0)
+    assert found == evaluated
+
+
 # With run-api
 
 

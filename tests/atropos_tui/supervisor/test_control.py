@@ -122,6 +122,7 @@ async def test_events_after_a_known_record_brings_the_missed_ones(launch: Any) -
             404,
         ),
         (CommandRequest(action="stop"), "stop needs a component", "one of", 422),
+        (CommandRequest(action="restart", component=""), "restart needs a comp", "one of", 422),
         (
             CommandRequest(action="start", component="up"),
             "up is healthy already",

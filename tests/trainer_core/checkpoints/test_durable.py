@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
+import os
 import random
 import shutil
 import threading
@@ -11,6 +13,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ from tests.support.tmpfs import mounted
 from tests.trainer_core.stand_ins import Engine, Recorded, group, plain_model, run_config
 from trainer_core.checkpoints import checkpoint, saving
 from trainer_core.checkpoints.checkpoint import PART_BYTES, checksums, damage, seal
+from trainer_core.checkpoints.companions import read_companions
 from trainer_core.checkpoints.saving import BackgroundSave, Saver
 from trainer_core.config import TrainingConfig
 from trainer_core.errors import DiskFull, UsageError
@@ -250,6 +254,53 @@ def test_keep_does_not_count_damaged_ones(base: Path, tmp_path: Path) -> None:
         "step_1",
         "step_3",
     ]
+
+
+def test_keep_leaves_what_another_run_or_the_next_attempt_needs(base: Path, tmp_path: Path) -> None:
+    settings = _settings(base, tmp_path / "out", keep_checkpoints=1)
+    model = plain_model(base)
+    stepper = Stepper(model, settings)
+    all_of_them = settings.model_copy(update={"keep_checkpoints": 0})
+    start, later = (_save(model, stepper, all_of_them, step) for step in (4, 60))
+    resumed = settings.model_copy(update={"resume": str(start)})
+    for step in (5, 6):
+        _save(model, stepper, resumed, step)
+    names = [path.name for path in checkpoint.complete_checkpoints(tmp_path / "out")]
+    assert names == [start.name, "step_6", later.name]
+
+
+def test_a_full_disk_leaves_no_half_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    half = SimpleNamespace(save_pretrained=save)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: half)
+    with pytest.raises(UsageError, match=r"No space left on device.*fix: free space"):
+        read_companions(str(tmp_path))
+
+
+def test_a_disk_without_room_for_a_folder_is_a_full_disk(
+    engine: Engine, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, full = checkpoint.begin, [True]
+
+    def make(folder: Path) -> None:
+        if full:
+            full.clear()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        begin(folder)
+
+    monkeypatch.setattr(checkpoint, "begin", make)
+    batches = [[group(engine, [3, 12, 4, 13], 4, 3) for _ in range(4)]]
+    config = run_config(
+        engine, base, tmp_path, training_steps=1, checkpoint_interval=1, probe_interval=0
+    )
+    assert config.checkpoint_in_background
+    assert train(config, api=Recorded(batches)).done  # type: ignore[arg-type]
+    assert checkpoint.starting_point(config.model_copy(update={"resume": "auto"})).step == 1
 
 
 def test_a_file_of_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 
-from atropos_common.protocol.control import Recipe
+from atropos_common.protocol.control import Recipe, WaitResult
 from atropos_tui.cli import main
 from atropos_tui.cli.manage.control import print_end
 from atropos_tui.errors import Exit
@@ -52,6 +53,28 @@ def test_to_wait_for_what_an_ended_run_never_had_is_wrong_usage(
     assert "no component 'vlm'" in said and "did you mean vllm?" in said
     assert main.run(["wait", str(ended), "--for", "vllm"]) == 5
     assert main.run(["wait", str(ended), "--for", "done"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"), [("impossible", Exit.COMPONENT_FAILED), ("reached", Exit.DONE)]
+)
+def test_waiting_for_a_run_that_leaves_no_result(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    outcome: Literal["impossible", "reached"],
+    code: Exit,
+) -> None:
+    """Its folder was deleted meanwhile: the exit code was 0."""
+
+    async def answered(*_: object) -> WaitResult:
+        return WaitResult(outcome=outcome, detail="the run ends: exit code 3")
+
+    monkeypatch.setattr(ControlClient, "wait", answered)
+    monkeypatch.setattr("atropos_tui.cli.manage.control.POLL_S", 0.001)
+    run = make_run(tmp_path / "run").root
+    assert main.run(["wait", str(run), "--for", "done"]) == code
+    assert ("impossible: the run ends" in capsys.readouterr().err) == (code != Exit.DONE)
 
 
 @pytest.mark.parametrize(

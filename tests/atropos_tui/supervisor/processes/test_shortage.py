@@ -60,6 +60,26 @@ async def test_a_start_waits_for_the_machine(
         assert running.states("one")[-1].attempt == 1
 
 
+async def test_a_start_waits_for_a_network_disk(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was an internal error, which ended the run."""
+    from atropos_tui.supervisor.processes import launch as checks
+
+    check, answers = checks._check_here, [False, True]
+
+    def stale(*args: Any) -> None:
+        if answers and not answers.pop(0):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), "/net/venv/bin/python")
+        check(*args)
+
+    monkeypatch.setattr(checks, "_check_here", stale)
+    async with launch(part("one")) as running:
+        row = await _waiting(await running.answers())
+        assert row.waiting_for == f"the machine: {os.strerror(errno.ESTALE)}"
+        await running.until("one", State.HEALTHY)
+
+
 async def test_a_start_does_not_wait_for_ever(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "spawn", failing(10**6, errno.EMFILE))
     monkeypatch.setattr(component, "RESOURCE_PATIENCE_S", 0.5)
