@@ -122,7 +122,7 @@ class TrainingConfig(BaseModel):
     """Longest sequence in tokens, prompt included; longer ones are left out."""
     train_layer_indices: LayerIndices | None = None
     """Train only these transformer layers (20-31 or 0-3,28-31). Default: train everything."""
-    seed: int = 0
+    seed: int = Field(0, ge=0, le=2**32 - 1)
     """Seed of every random generator."""
 
     # Objective

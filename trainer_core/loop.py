@@ -843,6 +843,5 @@ def _device(config: TrainingConfig) -> torch.device:
 
 def _seed(seed: int) -> None:
     random.seed(seed)
-    # NumPy only accepts 32 bits.
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed)
     torch.manual_seed(seed)

@@ -218,6 +218,15 @@ def test_a_line_replaces_what_an_earlier_attempt_left(tmp_path: Path) -> None:
     assert RecordedRollouts(path, 16).next_batch(4)[0]["tokens"] == [[5]], "the torn line is gone"
 
 
+def test_a_group_s_own_fields_are_no_recorder_s(tmp_path: Path) -> None:
+    groups = [{"tokens": [[1]], "logprobs": [[-1.0]], "versions": None, "weight_version": "3"}]
+    path = write_lines(tmp_path / "r.jsonl", groups)
+    assert RecordedRollouts(path, 1).next_batch(0) == groups
+    write_lines(path, [{"batch": groups, "step": 1, "versions": None}])
+    with pytest.raises(UsageError, match="step 1: Expected `object`, got `null`"):
+        RecordedRollouts(path, 1).next_batch(0)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_another_batch_size_goes_on_at_the_next_group(tmp_path: Path, size: int) -> None:
     path = write_lines(tmp_path / "r.jsonl", [{"tokens": [[i], [i]]} for i in range(12)])

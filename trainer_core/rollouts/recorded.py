@@ -111,10 +111,15 @@ class RecordedRollouts:
         place = self._places[self._next]
         lines = [self._read(offset) for offset in place.offsets]
         self._next, self._offset = self._next + 1, place.end
-        self._line = msgspec.json.decode(lines[0], type=RecordedLine)
-        if self._line.batch is not None:
-            return self._line.batch
-        return [msgspec.json.decode(line) for line in lines]
+        # The fields of a group are its environment's, whatever they are called.
+        if msgspec.json.decode(lines[0], type=_Head).batch is None:
+            self._line = RecordedLine()
+            return [msgspec.json.decode(line) for line in lines]
+        try:
+            self._line = msgspec.json.decode(lines[0], type=RecordedLine)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"--rollouts {self.path}: step {place.step}: {error}") from None
+        return self._line.batch or []
 
     def position(self) -> dict[str, Any]:
         """Position of the next batch, for a checkpoint."""

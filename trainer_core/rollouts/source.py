@@ -75,7 +75,7 @@ class Lag(NamedTuple):
     """Policy lag of a rollout, in weight versions."""
 
     oldest: int
-    """Lag of its oldest token."""
+    """Lag of its oldest token; negative if it has tokens of weights newer than the policy's."""
     tokens: int = 0
     """Tokens in `mean`."""
     mean: float = 0.0
@@ -99,13 +99,18 @@ class LagMeter:
         for rollout in rollouts:
             every = tuple(next(versions) for _ in rollout.digests)
             spans = [span for span in every if span is not None]
-            oldest = [span.oldest for span in spans]
-            oldest += [] if rollout.oldest_version is None else [rollout.oldest_version]
+            seen = [each for span in spans for each in (span.oldest, span.newest)]
+            seen += [] if rollout.oldest_version is None else [rollout.oldest_version]
             tokens = sum(span.tokens for span in spans)
             # Every token has the same weight, in whichever turn.
             late = sum(span.tokens * (version - span.mean) for span in spans)
             mean = late / tokens if tokens else 0.0
-            lags.append(Lag(version - min(oldest), tokens, mean, every) if oldest else None)
+            if not seen:
+                lags.append(None)
+                continue
+            # The oldest token counts, unless some are of a version that a restart has discarded.
+            of = max(seen) if max(seen) > version else min(seen)
+            lags.append(Lag(version - of, tokens, mean, every))
         return lags
 
     def bounds(self, derived: dict[str, int]) -> dict[str, int]:

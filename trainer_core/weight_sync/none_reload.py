@@ -68,8 +68,9 @@ class Reload(WrittenWeights):
         return super().load(weights)
 
     def _collect(self, clock: Phases) -> None:
-        # A restarted server may need any version, and then rank 0 is alone.
-        if self.world.size > 1 and (self.version or not self._base):
+        # A server may need any version, the base model too if it has served another trainer, and
+        # then rank 0 is alone.
+        if self.world.size > 1:
             with clock("save"):
                 tensors = weights(self.model)
                 self.world.share(lambda: self._write(tensors))

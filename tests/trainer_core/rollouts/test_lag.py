@@ -245,6 +245,14 @@ def test_the_oldest_token_bounds_and_each_token_counts_in_the_mean() -> None:
     assert token_mean(lags[2:]) is None, "an older server tells no tokens"
 
 
+def test_a_completion_begun_by_weights_that_a_restart_discarded_does_not_train() -> None:
+    """The trainer went back from version 9 to 6 while it was in flight: it looked fresh."""
+    spans = {"a": VersionSpan(6, 9, 4, 8.5), "b": VersionSpan(7, 9, 4, 8.0), "c": VersionSpan(5, 6)}
+    rollouts: Any = [SimpleNamespace(digests=(digest,), oldest_version=None) for digest in spans]
+    lags = LagMeter([lambda digests: [spans.get(each) for each in digests]]).measure(rollouts, 6)
+    assert [lag and lag.oldest for lag in lags] == [-3, -3, 1]
+
+
 def test_a_replay_has_the_bound_of_the_run(base: Path, tmp_path: Path) -> None:
     """Recorded in a mode with another bound; a file without one leaves nothing out."""
     old = {"generation_params": {"env": "a", "max_batches_offpolicy": 1}}

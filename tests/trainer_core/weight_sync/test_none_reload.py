@@ -28,6 +28,7 @@ from tests.trainer_core.stand_ins import (
 from trainer_core.config import TrainingConfig, validate
 from trainer_core.errors import EngineError, EngineGone, TrainerError, UsageError
 from trainer_core.loop import train
+from trainer_core.ranks.world import World
 from trainer_core.weight_sync import none_reload
 from trainer_core.weight_sync.base import FIRST_PAUSE_S, Start
 from trainer_core.weight_sync.none_reload import Backoff, Reload
@@ -188,6 +189,36 @@ def test_a_folder_behind_a_link_is_named_as_it_was_given(
     model = sync.attach(Start())
     sync.publish(1, nudge(model))
     assert engine.loads == [(1, False)] and engine.loaded_from.is_relative_to(tmp_path / "shared")
+
+
+class TwoRanks(World):
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 2
+        self.alone = False
+
+    def share(self, make: Callable[[], Any]) -> Any:
+        self.alone = True
+        try:
+            return make()
+        finally:
+            self.alone = False
+
+
+def test_ranks_gather_the_base_together_for_a_server_with_other_weights(
+    make: Any, engine: LoadingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer without a checkpoint died after a reload: rank 0 gathered alone, and hung."""
+    engine.version, sync = 5, make()
+    sync.world, gather, alone = TwoRanks(), none_reload.weights, []
+
+    def seen(model: torch.nn.Module) -> Any:
+        alone.append(sync.world.alone)
+        return gather(model)
+
+    monkeypatch.setattr(none_reload, "weights", seen)
+    sync.attach(Start())
+    assert alone == [False] and engine.version == 0
 
 
 def test_every_third_step_is_loaded_and_the_folder_before_goes(
