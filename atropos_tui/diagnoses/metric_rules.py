@@ -594,9 +594,10 @@ def _rule(alert: AlertSpec, words: str, judge: Judge) -> MetricRule:
     )
     window = max(alert.for_steps, SLOPE_STEPS) + BASE_STEPS
     kinds = (METRIC_KINDS.get(alert.metric, EvalRecord),)
-    return MetricRule(
-        ALERT.name, f"alert: {alert.metric} {words}", fix, kinds, judge, window, event=ALERT.event
-    )
+    # The title is the identity of a diagnosis.
+    title = f"alert: {alert.metric} {words}"
+    title += f" for {alert.for_steps} steps" if alert.for_steps > 1 else ""
+    return MetricRule(ALERT.name, title, fix, kinds, judge, window, event=ALERT.event)
 
 
 def _conditions(alert: AlertSpec) -> list[tuple[str, Judge]]:

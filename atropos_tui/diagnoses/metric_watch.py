@@ -115,11 +115,9 @@ class MetricWatch:
 
     def _judge(self, record: Record, series: Hashable) -> list[Diagnosis]:
         results: list[Diagnosis] = []
-        for rule in self._rules:
+        for number, rule in enumerate(self._rules):
             if isinstance(record, rule.kinds):
-                # Rules share names (alignment, alerts), so the title and kinds are part of the key.
-                key = (rule.name, rule.title, rule.kinds, series)
-                found = self._tracks.setdefault(key, _Track(rule)).put(record)
+                found = self._tracks.setdefault((number, series), _Track(rule)).put(record)
                 if record.time >= self._since:
                     results += found
         return results

@@ -233,7 +233,8 @@ def stopped_roles(run: RunSnapshot) -> frozenset[Role]:
 def stalled_s(run: RunSnapshot) -> float | None:
     """Seconds without a step if they are a stall and no component is starting."""
     trainer = next((part for part in run.of(Role.TRAINER) if part.state is State.HEALTHY), None)
-    if trainer is None or starting_roles(run):
+    # After its last step the trainer saves the model, which may take minutes.
+    if trainer is None or starting_roles(run) or run.step >= run.last_step:
         return None
     # A component that just became healthy gets the full time as well.
     last = max(

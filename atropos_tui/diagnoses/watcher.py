@@ -338,10 +338,11 @@ class Watcher:
                 continue
             if found is not None:  # another cause replaces the old one at once
                 results += finding.closed(f"now: {found.title}") if key[2:] != cause else []
-            elif not rule.refuted(run, part):
+            elif part.state is not State.STOPPED and not rule.refuted(run, part):
                 finding.seen_at = clock  # neither found nor refuted: keep it open
             elif finding.is_gone(clock, GONE_S):
-                results += finding.closed(rule.end)
+                is_stopped = part.state is State.STOPPED
+                results += finding.closed("it was stopped" if is_stopped else rule.end)
         if found is not None:
             finding = self._findings.setdefault((rule.name, part.name, *cause), Finding())
             results += finding.raised(clock, lambda: rule.stamp(found))

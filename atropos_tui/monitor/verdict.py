@@ -21,7 +21,7 @@ from atropos_tui.monitor.limits import FRESH_S, HARDLY_WAITS, STEPS, WAITS, Limi
 from atropos_tui.monitor.run.run_files import RunInfo, start_seconds
 from atropos_tui.monitor.run.series import mean
 from atropos_tui.monitor.run.state import RunState
-from atropos_tui.monitor.why import doing, next_stage, overdue
+from atropos_tui.monitor.why import doing, has_all_steps, next_stage, overdue
 
 Severity = Literal["alarm", "warning", "advice", "healthy", "coming", "over"]
 
@@ -190,7 +190,7 @@ def _stopped(run: Run) -> Verdict | None:
     names = stopped_by_hand(run)
     if not names or run.status.phase is Phase.STARTING:
         return None
-    late = overdue(run.state, run.status, run.now)
+    late = overdue(run.state, run.status, run.info.training_steps, run.now)
     what = f"{', '.join(names)} stopped by hand" + (f": {late}" if late else "")
     return Verdict("warning", what, f"atropos-tui start {names[0]}")
 
@@ -217,8 +217,15 @@ def _resumes(run: Run) -> Verdict | None:
 
 
 def _late(run: Run) -> Verdict | None:
-    late = overdue(run.state, run.status, run.now)
+    late = overdue(run.state, run.status, run.info.training_steps, run.now)
     return Verdict("warning", late, "atropos-tui why") if late else None
+
+
+def _saves(run: Run) -> Verdict | None:
+    if not has_all_steps(run.state, run.info.training_steps):
+        return None
+    since = duration(run.now - (run.state.trainer_time or run.now))
+    return Verdict("coming", f"all {run.state.step:,} steps are done; saving the model · {since}")
 
 
 # What is coming up.
@@ -301,7 +308,7 @@ def _healthy(run: Run) -> Verdict:
 # diagnoses, because they are about the outage that it ends.
 CHECKS: tuple[Callable[[Run], Verdict | None], ...] = (
     *(_over, _ill, _restarts_in_time, _diagnosed, _restarts, _stopped, _resumes, _late),
-    *(_coming, _too_old, _limited, _healthy),
+    *(_saves, _coming, _too_old, _limited, _healthy),
 )
 
 

@@ -44,6 +44,7 @@ class Explanation:
         self.state = state
         self.rows = {row.name: row for row in status.components}
         self._plan = {item.name: item for item in info.components}
+        self._last_step = info.training_steps
         self._now = now
         self._ended = status.phase is Phase.ENDED
         self._open = open_diagnoses(state, status)
@@ -75,7 +76,9 @@ class Explanation:
     def _awaited(self) -> str:
         roots = self._roots()
         if not roots:
-            late = overdue(self.state, self.status, self._now)
+            if has_all_steps(self.state, self._last_step):
+                return "all steps are done, and the trainer saves the model"
+            late = overdue(self.state, self.status, self._last_step, self._now)
             return late or f"it waits for {self._next_of_the_run()}"
         first = self.rows[roots[0]]
         state = f"{_word(first.state)}{self._since(first)}{self._limit(first)}"
@@ -305,10 +308,15 @@ def silent_s(state: RunState, now: float) -> float | None:
     return silent if silent > max(TRAINER_SILENT_S, TRAINER_SILENT_STEPS * step_s) else None
 
 
-def overdue(state: RunState, status: RunStatus, now: float) -> str:
+def has_all_steps(state: RunState, last_step: int | None) -> bool:
+    """Return True once only the final model is to be saved."""
+    return last_step is not None and state.step >= last_step and state.benchmark is None
+
+
+def overdue(state: RunState, status: RunStatus, last_step: int | None, now: float) -> str:
     """Describe the step that does not come, and the components that are down, if any."""
     silent = silent_s(state, now) if state.step else None
-    if silent is None:
+    if silent is None or has_all_steps(state, last_step):
         return ""
     down = (State.STOPPED, State.FAILED, State.UNHEALTHY)
     away = [row.name for row in status.components if row.state in down]

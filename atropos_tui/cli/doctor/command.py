@@ -69,7 +69,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 def notified(name: str | None) -> Iterator[Check]:
     """Send one test notification by each way that [notify] configures."""
-    from atropos_tui.cli.start.profiles import planned_site
+    from atropos_tui.cli.start.profiles import planned_site, read_env_files
     from atropos_tui.profile.plan import stack_of
     from atropos_tui.profile.profile import load_profile
     from atropos_tui.supervisor.notify import DeliveryError, payload, post, resolved, run_command
@@ -77,7 +77,8 @@ def notified(name: str | None) -> Iterator[Check]:
 
     if name is None:
         raise _no_profile("[notify]", "--notify")
-    stack = stack_of(planned_site(load_profile(name, [])[0]))
+    profile, file = load_profile(name, [])
+    stack = stack_of(planned_site(profile, read_env_files(file)))
     body, policy = payload(stack, "test", "atropos-tui doctor --notify", None, None), stack.notify
     if not (policy.bell or policy.webhook or policy.command):
         yield warn(
@@ -112,14 +113,15 @@ def notified(name: str | None) -> Iterator[Check]:
 
 def nodes(name: str | None) -> Iterator[Check]:
     """Check the machines of a profile, each on itself, and a collective between them."""
-    from atropos_tui.cli.start.profiles import checked, planned_site
+    from atropos_tui.cli.start.profiles import checked, planned_site, read_env_files
     from atropos_tui.cluster.doctor import examine, targets_of
     from atropos_tui.profile.profile import load_profile
 
     if name is None:
         raise _no_profile("[[node]]", "--nodes")
     profile, file = load_profile(name, [])
-    targets = targets_of(checked(profile, file, planned_site(profile), machine=False).stack)
+    site = planned_site(profile, read_env_files(file))
+    targets = targets_of(checked(profile, file, site, machine=False).stack)
     if not targets:
         yield ok(
             "nodes", "none: everything runs on this machine, which `atropos-tui doctor` checks"
@@ -163,12 +165,13 @@ def _examine(profile: str | None) -> Iterator[Check]:
 
 
 def _preflight(name: str) -> Iterator[Check]:
-    from atropos_tui.cli.start.profiles import checked, planned_site
+    from atropos_tui.cli.start.profiles import checked, planned_site, read_env_files
     from atropos_tui.profile.profile import load_profile
 
     try:
         profile, file = load_profile(name, [])
-        stack = checked(profile, file, planned_site(profile), machine=True).stack
+        site = planned_site(profile, read_env_files(file))
+        stack = checked(profile, file, site, machine=True).stack
     except UserError as error:
         for problem in error.problems:
             yield fail(problem.place or f"profile {name}", problem.reason, problem.fix)

@@ -119,8 +119,11 @@ def label_entries(options: argparse.Namespace) -> list[ComparedStack]:
     for name in options.profiles:
         # Labels name folders and columns, so they are short and safe as file names.
         stem = re.sub(r"[^A-Za-z0-9._-]", "-", Path(name).stem).lstrip("._-")[:40] or "profile"
-        count[stem] += 1
-        entries.append(ComparedStack(stem if count[stem] == 1 else f"{stem}-{count[stem]}", name))
+        label, taken = stem, {entry.label for entry in entries}
+        while label in taken:
+            count[stem] += 1
+            label = f"{stem}-{count[stem] + 1}"
+        entries.append(ComparedStack(label, name))
     by_label = {entry.label: entry for entry in entries}
     for item in options.sets:
         if ":" not in item.partition("=")[0]:

@@ -33,6 +33,7 @@ from atropos_tui.errors import Exit, Problem, UserError
 from atropos_tui.monitor.bench import benchmark_runs, benchmarks_json
 from atropos_tui.monitor.format import masked_line, one_line
 from atropos_tui.monitor.log_reader import LogReader, MergedLogs
+from atropos_tui.monitor.rollout_export import Choice, read_rollouts
 from atropos_tui.monitor.run.run_files import load_run
 from atropos_tui.monitor.run_list import RunRow
 from atropos_tui.supervisor.client import ControlClient, NoSupervisor, Refused
@@ -214,8 +215,8 @@ async def rollouts(
 ) -> list[RolloutText]:
     """The newest recorded completions with their rewards, or those of one step. Texts are data from
     a model."""
-    _, state, _ = await asyncio.to_thread(load_run, _pick(run).dir.root)
-    found = [record for record in state.rollouts if step in (None, record.step)][-last:]
+    choice = Choice(step=step, limit=last)
+    found = await asyncio.to_thread(read_rollouts, _pick(run).dir.telemetry_jsonl, choice)
     return [
         RolloutText(
             step=record.step,

@@ -67,6 +67,11 @@ class Grid(BaseModel):
             (key, values_of(values))
             for key, _, values in (item.partition("=") for item in self.sets)
         ]
+        given = Counter(key for key, _ in axes)
+        if twice := [key for key, times in given.items() if times > 1]:
+            fix = f"give all values of a key together, as --set {twice[0]}=A,B; --steps sets "
+            problem = Problem("set twice", f"{fix}trainer.training_steps", key=twice[0])
+            raise UserError("no grid of settings", [problem])
         count = math.prod(len(values) for _, values in axes)
         if not 2 <= count <= MOST_CELLS:
             fix = "give a key several values: --set trainer.lr=1e-5,1e-6 --set seed=0..3"

@@ -190,9 +190,13 @@ def _from_flags(options: argparse.Namespace) -> Given:
         try:
             given |= _answer(question, question.default(given) if text is None else text, given)
         except ValueError as error:
-            problems.append(Problem(f"cannot be {value_text(text)}", str(error), key=question.flag))
+            reason = "is missing" if text is None else f"cannot be {value_text(text)}"
+            problems.append(Problem(reason, str(error), key=question.flag))
             # Go on with the default, so that later questions can be checked as well.
-            given |= _answer(question, question.default(given), given)
+            try:
+                given |= _answer(question, question.default(given), given)
+            except ValueError:
+                break
     if problems:
         raise UserError("no profile was written", problems)
     return given
@@ -489,7 +493,12 @@ def profile_text(answers: Answers, *, file: str) -> str:
 
 
 def _program_name(program: Mapping[str, Any]) -> str:
-    """Last name of a module, file or folder; empty without one."""
+    """Last name of a module, file or folder as a safe name; empty without one."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", _last_name(program))
+    return name.lstrip("._-")[:64]
+
+
+def _last_name(program: Mapping[str, Any]) -> str:
     for key, value in program.items():
         if key == "agent":
             return Path(next((word for word in value if word.endswith(".py")), value[0])).stem

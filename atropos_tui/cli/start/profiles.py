@@ -237,7 +237,8 @@ def plan(options: argparse.Namespace) -> int:
     """
     profile, file = load_profile(options.profile, options.sets)
     named = _named(options)
-    ready = checked(profile, file, planned_site(profile), machine=False, named=named)
+    dotenv = read_env_files(file)
+    ready = checked(profile, file, planned_site(profile, dotenv), machine=False, named=named)
     site, inventory = ready.site, ready.inventory
     with in_words(printable(str(file))):
         budget = site_budget(site, inventory)

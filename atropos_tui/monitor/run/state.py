@@ -159,6 +159,10 @@ class RunState:
     series: dict[str, Series] = field(default_factory=dict)
     evals: dict[str, Series] = field(default_factory=dict)
     """Accuracy by `ENV/SPLIT`, over weight versions, else run-api's steps."""
+    _versioned: set[str] = field(default_factory=set)
+    """Keys of `evals` over weight versions."""
+    _discarded: list[tuple[float, int]] = field(default_factory=list)
+    """Start of each attempt of the trainer in Unix seconds, and the version that it began with."""
     env_metrics: dict[str, Series] = field(default_factory=dict)
     """Metrics by `ENV:NAME`, over run-api's steps."""
     attempt: int = 0
@@ -336,8 +340,14 @@ class RunState:
         self.attempt_steps[record.attempt] = first
         if any(later > record.attempt for later in self.attempt_steps):
             return  # a late record of an older attempt: a later one has cut the series already
+        versions = self.series.get("weight_version")
+        oldest = versions.values[0] if versions else None
         for series in (*self.series.values(), *self.sums.values(), self.syncs):
             series.cut(first)
+        if versions is not None and oldest is not None:
+            # The first step makes the version after the one that it began with.
+            kept = oldest - 1 if versions.last is None else versions.last
+            self._discard_evals(record.time, int(kept))
         self.step = min(self.step, first - 1)
         self.newest_steps.clear()
 
@@ -351,6 +361,12 @@ class RunState:
         if self.benchmark and self.benchmark.attempt < record.attempt:
             self.benchmark = None
 
+    def _discard_evals(self, time: float, version: int) -> None:
+        """Drop evaluations before `time` of weights after `version`, which no longer count."""
+        self._discarded.append((time, version))
+        for name in self._versioned:
+            self.evals[name].cut(version + 1)
+
     def _superseded(self, record: TrainerRecord) -> bool:
         return any(
             later > record.attempt and record.step >= first
@@ -359,9 +375,16 @@ class RunState:
 
     def _apply_eval(self, record: EvalRecord) -> None:
         # Stock environments know run-api's step only.
-        at = record.weight_version if record.weight_version is not None else record.policy_step
-        if at is not None and abs(at) <= MOST_STEPS:
-            self._put(self.evals, f"{record.env}/{record.split}", at, record.accuracy, record.time)
+        version, name = record.weight_version, f"{record.env}/{record.split}"
+        at = version if version is not None else record.policy_step
+        if at is None or abs(at) > MOST_STEPS:
+            return
+        if version is not None:
+            # Streams are read one after another, so this record may be older than a resume.
+            if any(record.time < time and version > kept for time, kept in self._discarded):
+                return
+            self._versioned.add(name)
+        self._put(self.evals, name, at, record.accuracy, record.time)
 
     def _apply_env_metrics(self, record: EnvMetricsRecord) -> None:
         step = record.policy_step or 0

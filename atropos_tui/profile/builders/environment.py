@@ -142,6 +142,10 @@ def _serve_flags(site: Site, section: EnvSection, settings: TrainingConfig) -> d
         "openai.model_name": engine_model(site, engine),
         "openai.api_key": "local",
     }
+    # atroposlib's default is 3 batches ahead, whose lag such a bound does not allow.
+    bounded = settings.max_policy_lag and settings.max_policy_lag < 4
+    if bounded and AHEAD_FLAG not in _env_settings(site, section):
+        flags[AHEAD_FLAG] = 1
     # Only our own environments have the flag `env.seed`.
     if (
         section.verifiers

@@ -322,6 +322,21 @@ def test_with_a_profile_its_preflight_too(capsys: pytest.CaptureFixture[str]) ->
     assert "no such profile" in capsys.readouterr().out
 
 
+def test_variables_of_a_profile_come_from_the_env_file_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`doctor` and `plan` reported variables as missing that `up` finds."""
+    monkeypatch.chdir(tmp_path)
+    Path(".env").write_text("OWN_MODEL=/no/such/model-of-env\n")
+    Path("p.toml").write_text('name = "p"\nmodel = "${OWN_MODEL}"\n[env]\nmodule = "json"\n')
+    main.run(["doctor", "p.toml"])
+    said = capsys.readouterr().out
+    assert "/no/such/model-of-env" in said and "OWN_MODEL is not set" not in said
+    main.run(["plan", "p.toml"])
+    said = "".join(capsys.readouterr())
+    assert "/no/such/model-of-env" in said and "OWN_MODEL" not in said
+
+
 def test_no_driver_here_is_no_fault() -> None:
     """NVML is really asked; on a machine without a driver it is not there at all."""
     found = gpu.read_driver()

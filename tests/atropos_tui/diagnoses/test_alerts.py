@@ -63,7 +63,7 @@ def told(alert: AlertSpec, values: Sequence[float | None]) -> list[tuple[int, st
 def test_below_and_above_speak_once_when_they_have_held_for_so_many_steps() -> None:
     alert = AlertSpec(metric="entropy_mean", below=0.05, for_steps=3)
     assert told(alert, [1, 0.04, 0.03, 0.06, 0.04, 0.03, 0.02, 0.01, 0.01]) == [
-        (7, "alert: entropy_mean is below 0.05", "0.04, 0.03, 0.02 at steps 5-7")
+        (7, "alert: entropy_mean is below 0.05 for 3 steps", "0.04, 0.03, 0.02 at steps 5-7")
     ]
     assert told(AlertSpec(metric="grad_norm", above=10.0), [9, 10, 11]) == [
         (3, "alert: grad_norm is above 10", "11 at steps 3-3")
@@ -107,7 +107,7 @@ def test_a_held_out_accuracy_is_watched_by_split_and_by_environment() -> None:
         ]
         return [(said.title, said.evidence) for record in records for said in watch.feed(record)]
 
-    title = "alert: eval/held_out is below 0.5"
+    title = "alert: eval/held_out is below 0.5 for 2 steps"
     assert evals("eval/held_out") == [
         (title, "0.4, 0.4 at steps 10-20"),
         (title, "0.2, 0.2 at steps 10-20"),

@@ -149,6 +149,11 @@ def test_no_stall(scene: RunSnapshot) -> None:
     assert no_batches(scene) is None
 
 
+def test_a_trainer_that_saves_the_model_after_its_last_step_does_not_hang() -> None:
+    assert stalled_s(STILL) == 300
+    assert no_batches(replace(STILL, last_step=7)) is None
+
+
 def test_who_is_starting() -> None:
     assert starting_roles(STILL) == frozenset()
     assert starting_roles(replace(STILL, parts=but(Role.ENGINE, State.STARTING))) == {Role.ENGINE}

@@ -136,6 +136,26 @@ def test_what_happened_stands_at_its_step() -> None:
     ]
 
 
+@pytest.mark.parametrize("evals_last", [False, True])
+def test_evaluations_of_weights_that_a_resume_discarded_do_not_count(evals_last: bool) -> None:
+    first, second = (
+        [each.model_copy(update={"weight_version": each.step}) for each in part]
+        for part in (steps(range(1, 11)), steps(range(7, 9), attempt=2))
+    )
+    began = second[0].time
+    found = [
+        EvalRecord(env="e", accuracy=accuracy, weight_version=at, time=time)
+        for accuracy, at, time in ((0.3, 4, 1.0), (0.9, 9, 2.0), (0.5, 8, began + 1))
+    ]
+    stock = EvalRecord(env="stock", accuracy=0.2, policy_step=40, time=3.0)
+    before = [] if evals_last else [*found[:2], stock]
+    after = [*found, stock] if evals_last else found[2:]
+    state = fed(*first, *before, *second, *after)
+    kept = next(series for name, series in state.evals.items() if name.startswith("e/"))
+    assert list(zip(kept.steps, kept.values, strict=True)) == [(4, 0.3), (8, 0.5)]
+    assert len(state.evals) == 2, "run-api's steps go on over attempts"
+
+
 def test_every_number_of_the_stream_is_a_curve() -> None:
     extra = {"groups": 8, "flat_groups": 6, "of_the_future": 2.5, "words": "no", "yes": True}
     step = next(record for record in steps(range(1, 2)) if isinstance(record, StepRecord))

@@ -414,6 +414,17 @@ def test_after_the_end_it_says_what_was_reached_and_what_was_wrong() -> None:
     )
 
 
+def test_after_the_last_step_the_model_is_saved_and_no_step_is_late() -> None:
+    silent = [each.model_copy(update={"time": each.time - 60}) for each in STEPS]
+    late = said(*silent, steps=False)
+    assert late.severity == "warning" and late.what.startswith("no step 38 for 1:01")
+    saves = said(*silent, steps=False, info=replace(INFO, training_steps=37))
+    assert (saves.severity, saves.what) == (
+        "coming",
+        "all 37 steps are done; saving the model · 1:01",
+    )
+
+
 def test_severity_is_never_colour_alone() -> None:
     assert len(set(GLYPHS.values())) == len(GLYPHS) and set(GLYPHS) == set(TONES)
 

@@ -147,6 +147,11 @@ def test_labels_and_whose_override_it_is() -> None:
         "demo-2": ["seed=3", "api.port=1", "trainer.training_steps=9"],
         "gsm-8k": ["seed=3", "trainer.training_steps=9"],
     }
+    assert [entry.label for entry in entries("demo", "demo", "demo-2.toml")] == [
+        "demo",
+        "demo-2",
+        "demo-2-2",
+    ]
     assert entries("demo", "--set", "model=a:b")[0].sets == ["model=a:b"], "only a key has a label"
     with pytest.raises(UserError, match="one of: demo"):
         entries("demo", "--set", "demp:seed=1")

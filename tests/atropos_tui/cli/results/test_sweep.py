@@ -87,7 +87,10 @@ def test_cells_are_every_combination_with_short_names() -> None:
     )
 
 
-@pytest.mark.parametrize("sets", [[], ["seed=1"], ["seed=0..99", "api.port=1..99"], ["seed=3..1"]])
+@pytest.mark.parametrize(
+    "sets",
+    [[], ["seed=1"], ["seed=0..99", "api.port=1..99"], ["seed=3..1"], ["seed=0,1", "seed=5"]],
+)
 def test_what_is_no_grid_is_refused(sets: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["sweep", "demo", *(f"--set={item}" for item in sets)]) == Exit.USAGE
     assert "no grid of settings" in capsys.readouterr().err and not Path("runs").exists()

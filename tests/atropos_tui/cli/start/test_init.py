@@ -476,7 +476,9 @@ def test_an_environment_of_verifiers_is_recognised(
     assert main.run(["init", "q.toml", "--yes", "--env", "empty", "--model", "owner/name"]) != 0
 
 
-def test_openenv_and_agents_are_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openenv_and_agents_are_recognised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A folder with a server, an installed package, an address; a command with tasks and scorer."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(init, "gpu_count", lambda: 0)
@@ -504,4 +506,13 @@ def test_openenv_and_agents_are_recognised(tmp_path: Path, monkeypatch: pytest.M
     assert section.name == "agent" and section.module is None
 
     assert main.run(["init", "b.toml", *agent, "--tasks", "none.jsonl", *common]) != 0
+    Path("tasks.jsonl").rename("others.jsonl")
+    for more in ([], ["--tasks", "none.jsonl"]):
+        capsys.readouterr()
+        assert main.run(["init", "b.toml", *agent, *more, *common]) == 2
+        assert "an agent needs tasks" in capsys.readouterr().err
+    Path("others.jsonl").rename("tasks.jsonl")
+    Path("my env.py").write_text("")
+    assert main.run(["init", "c.toml", "--env", "my env.py", *common]) == 0
+    assert written("c.toml").name == "my-env"
     assert main.run(["init", "b.toml", "--env", "gsm8k", "--tasks", "tasks.jsonl", *common]) != 0
