@@ -17,6 +17,7 @@ if __name__ == "__main__":
     without_torch()
 
 from atropos_envs.hosting.base import run
+from atropos_envs.hosting.engine_client import with_one_bos
 from atropos_envs.math_env import (
     Completion,
     HubSplit,
@@ -61,7 +62,7 @@ class Gsm8kEnv(MathEnv):
         text = self.tokenizer.apply_chat_template(
             _messages(row), tokenize=False, add_generation_prompt=True
         )
-        return list(self.tokenizer.encode(text))
+        return with_one_bos(list(self.tokenizer.encode(text)), self.tokenizer)
 
     async def complete(
         self, managed: Any, row: MathProblem, sampling: dict[str, Any]

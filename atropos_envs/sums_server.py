@@ -23,6 +23,7 @@ from atroposlib.envs.base import BaseEnvConfig
 from pydantic import Field
 
 from atropos_envs.hosting.base import StackEnv, epochs, run
+from atropos_envs.hosting.engine_client import with_one_bos
 from atropos_envs.hosting.evaluation import Graded
 
 # Number of questions that are evaluated and never rolled out.
@@ -108,7 +109,7 @@ class SumsEnv(StackEnv):
         prompt = self.tokenizer.apply_chat_template(
             question.messages, tokenize=False, add_generation_prompt=True
         )
-        ids = self.tokenizer.encode(prompt)
+        ids = with_one_bos(list(self.tokenizer.encode(prompt)), self.tokenizer)
         done = await self.greedy(ids, wait=wait, max_tokens=MAX_NEW_TOKENS)
         text = self.tokenizer.decode(done.token_ids[0], skip_special_tokens=True)
         # Partial rewards guide training; the accuracy counts exact answers only.

@@ -89,7 +89,7 @@ def instead(leaking: Iterable[str]) -> str:
 def without(names: Iterable[str]) -> dict[str, Any]:
     """Return neutral values for options of these names."""
     return {
-        name: next((value for value in _NEUTRAL[name] if type(value) is int), None)
+        name: next((value for value in _NEUTRAL[name] if type(value) in (int, bool, list)), None)
         for name in names
     }
 

@@ -122,6 +122,12 @@ def _tokens(answer: dict[str, Any]) -> tuple[list[list[int]], list[list[float]]]
     )
 
 
+def with_one_bos(prompt_ids: list[int], tokenizer: Any) -> list[int]:
+    """Drop the second of two first tokens: chat template and tokenizer may both add one."""
+    bos = tokenizer.bos_token_id
+    return prompt_ids[1:] if bos is not None and prompt_ids[:2] == [bos, bos] else prompt_ids
+
+
 def root_of(base_url: str) -> str:
     """Return a server's address without the path of its OpenAI routes."""
     return base_url.rstrip("/").removesuffix("/v1")
@@ -287,10 +293,7 @@ class EngineClient(VLLMServer):  # type: ignore[misc]
         prompt = request.pop("prompt", None)
         ids = request.pop("input_ids", None)
         prompt_ids = list(ids) if ids is not None else self.tokenizer.encode(prompt)
-        # The chat template and the tokenizer may both add the first token.
-        bos = self.tokenizer.bos_token_id
-        if bos is not None and prompt_ids[:2] == [bos, bos]:
-            del prompt_ids[0]
+        prompt_ids = with_one_bos(prompt_ids, self.tokenizer)
         for name in ("max_new_tokens", "max_completion_tokens"):
             if name in request:
                 request["max_tokens"] = request.pop(name)

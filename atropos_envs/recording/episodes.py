@@ -15,6 +15,7 @@ from pydantic import Field
 from atropos_envs.hosting.base import StackEnv
 from atropos_envs.hosting.evaluation import Graded
 from atropos_envs.recording.groups import GroupMaker
+from atropos_envs.recording.proxy import LIMITS
 from atropos_envs.recording.recorder import LostTurns, OpenRollout, Recorded, Recorder
 from atropos_envs.recording.scoring import EpisodeError, Score
 from atropos_envs.recording.tasks import Task
@@ -64,8 +65,7 @@ class EpisodeEnv(StackEnv):
     def open_rollout(self, temperature: float) -> AbstractAsyncContextManager[OpenRollout]:
         """Open a rollout with the profile's sampling in place of the program's."""
         most = self.config.max_tokens
-        # Each route has a name of its own for it.
-        names = ("max_tokens", "max_completion_tokens", "max_output_tokens") if most else ()
+        names = LIMITS if most else ()
         return self.recorder.rollout(temperature=temperature, **dict.fromkeys(names, most))
 
     async def collect(self, rollout: OpenRollout) -> Recorded:

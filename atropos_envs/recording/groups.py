@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence as Items
 from typing import Any
@@ -63,5 +64,7 @@ def _group(sequences: Items[Sequence], scores: Items[float]) -> dict[str, Any]:
 
 def _advantages(scores: Items[float]) -> list[float]:
     # As the trainer computes them with `advantage_std`, its default.
+    if not all(map(math.isfinite, scores)):
+        return [0.0] * len(scores)  # the group is left out, and counted by this reason
     mean, deviation = statistics.fmean(scores), statistics.pstdev(scores)
     return [(score - mean) / deviation if deviation else 0.0 for score in scores]

@@ -152,7 +152,7 @@ class ActionForm:
         begin = text.find("{")
         try:
             found, _ = json.JSONDecoder().raw_decode(text[begin:]) if begin >= 0 else ({}, 0)
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 

@@ -29,6 +29,10 @@ CLOSE_S = 0.05
 # Bytes of a request body, as the engine has it.
 MAX_BODY = 32 * 1024 * 1024
 # vLLM's routes that generate, and sample as the request asks.
+LIMITS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
+"""Names of a limit of the answer's tokens; each route has its own."""
+NEARLY_GREEDY = 0.01
+"""Temperature of several greedy answers, for which vLLM refuses 0; it raises lower ones to this."""
 ROUTES = frozenset({"chat/completions", "completions", "responses", "messages"})
 # Status of an engine that starts, is held, or is gone.
 AWAY_STATUS = 503
@@ -87,7 +91,7 @@ class RolloutProxy:
         self.counts = Counts()
         self.connections = 0
         self.servers: dict[Server, None] = {}
-        """Servers that got a request, in this order."""
+        """Servers that answered a request, in this order."""
         self._client, self._options = client, dict(options)
         self._group = present_group()
         self._server: web.Server | None = None
@@ -161,16 +165,23 @@ class RolloutProxy:
     def _changed(self, body: dict[str, Any]) -> dict[str, Any]:
         if body.get("model") != self.model:
             self.counts.other_models[str(body.get("model"))] += 1
-        return body | self._options | {"model": self.model}
+        options = dict(self._options)
+        # A program's own smaller limit stays, by whichever name it asked.
+        asked = [body[name] for name in LIMITS if type(body.get(name)) is int and body[name] > 0]
+        for name in LIMITS & options.keys():
+            options[name] = min([options[name], *asked])
+        if options.get("temperature") == 0 and (body.get("n") or 1) != 1:
+            options["temperature"] = NEARLY_GREEDY
+        return body | options | {"model": self.model}
 
     def _deliver(self, request: web.BaseRequest, path: str, body: dict[str, Any]) -> Any:
         async def deliver(server: Server, http: aiohttp.ClientSession) -> web.StreamResponse:
-            self.servers[server] = None
             headers = {ROLLOUT_HEADER: self.name, SPLIT_HEADER: "train"}
             url = f"{server.root}/v1/{path}"
             async with http.post(url, json=body, headers=headers) as response:
                 if response.status == AWAY_STATUS:
                     response.raise_for_status()
+                self.servers[server] = None
                 self._client.count_adjusted(response.headers)
                 if not response.content_type.startswith("text/event-stream"):
                     return self._whole(response.status, await response.read())

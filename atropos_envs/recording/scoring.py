@@ -7,11 +7,15 @@ import inspect
 import json
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from atropos_envs.recording.programs import run_program
 from atropos_envs.recording.tasks import Task, load_function
+
+MOST_AT_A_TIME = 512
+"""Calls of a scoring function at a time; a thread is made when it is needed."""
 
 
 class EpisodeError(RuntimeError):
@@ -48,6 +52,8 @@ class Scorer:
 
     def __init__(self, source: str | Sequence[str] | None, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
+        # asyncio's own pool has few threads: scores would wait, and run out of time, behind others.
+        self._threads = ThreadPoolExecutor(MOST_AT_A_TIME, thread_name_prefix="scorer")
         self._command = None if isinstance(source, str) else source
         self._function = load_function(source, "scorer") if isinstance(source, str) else None
 
@@ -71,7 +77,8 @@ class Scorer:
             async with asyncio.timeout(self._timeout_s):
                 if inspect.iscoroutinefunction(self._function):
                     return await self._function(episode)
-                return await asyncio.to_thread(self._function, episode)
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._threads, self._function, episode)
         except TimeoutError:
             raise EpisodeError(f"the scorer took over {self._timeout_s:g} s") from None
         except Exception as error:
@@ -110,4 +117,7 @@ def _score(given: Any) -> Score:
 
 
 def _is_number(value: Any) -> bool:
-    return hasattr(value, "__float__") and math.isfinite(float(value))
+    try:
+        return hasattr(value, "__float__") and math.isfinite(float(value))
+    except (TypeError, ValueError, OverflowError):
+        return False

@@ -46,9 +46,11 @@ class Recorded:
 
     @property
     def oldest_version(self) -> int | None:
-        """Oldest weight version of any turn; None if one is unknown."""
+        """Oldest weight version of any turn; None if one is unknown, or there is none."""
         versions = [turn.oldest_version for turn in self.turns]
-        return None if None in versions else min((v for v in versions if v is not None), default=0)
+        return (
+            None if None in versions else min((v for v in versions if v is not None), default=None)
+        )
 
 
 class Endpoint:

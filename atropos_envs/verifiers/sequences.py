@@ -25,7 +25,11 @@ def branches_of(trace: Any, turns: Items[Generation], temperature: float) -> lis
     """
     branches = [branch for branch in trace.branches if branch.trainable]
     branches.sort(key=lambda branch: -sum(branch.sampled_mask))
-    known = {(tuple(turn.prompt_ids), tuple(turn.token_ids[0])): turn.logprobs[0] for turn in turns}
+    # Equal requests may have equal answers, whose logprobs differ in their last bits.
+    known: dict[Any, list[list[float]]] = {}
+    for turn in turns:
+        key = tuple(turn.prompt_ids), tuple(turn.token_ids[0])
+        known.setdefault(key, []).append(list(turn.logprobs[0]))
     trained: set[int] = set()
     made = []
     for branch in branches:
@@ -35,7 +39,7 @@ def branches_of(trace: Any, turns: Items[Generation], temperature: float) -> lis
             start = len(node.token_ids) - count
             sampled = node.token_ids[start:]
             prompt = (*sequence.tokens, *node.token_ids[:start])
-            if count and known.get((prompt, tuple(sampled))) != list(node.logprobs):
+            if count and list(node.logprobs) not in known.get((prompt, tuple(sampled)), ()):
                 raise RolloutFailed("its token ids are not those that the engine sampled")
             fresh = bool(count) and id(node) not in trained
             trained.add(id(node))

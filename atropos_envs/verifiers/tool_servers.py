@@ -104,6 +104,15 @@ class ForkServer:
     async def fork(self, module: str, env: dict[str, str], cwd: str, log: str) -> Fork:
         """Run `python -m module` in a fork."""
         request = {"module": module, "env": env, "cwd": cwd, "log": log}
+        # A cancelled caller must not leave its answer to the next one.
+        asked = asyncio.ensure_future(self._fork(request))
+        try:
+            return await asyncio.shield(asked)
+        except asyncio.CancelledError:
+            asked.add_done_callback(_end_unused)
+            raise
+
+    async def _fork(self, request: dict[str, Any]) -> Fork:
         async with self._one_at_a_time:
             if self._process is None or self._process.returncode is not None:
                 self._process = await asyncio.create_subprocess_exec(
@@ -121,11 +130,18 @@ class ForkServer:
         return Fork(int(answer))
 
     async def close(self) -> None:
-        """End the process and all forks."""
+        """End the process. verifiers ends the forks, with the rollouts that they serve."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
+
+
+def _end_unused(asked: asyncio.Task[Fork]) -> None:
+    """End the fork of a caller that is gone."""
+    if not asked.cancelled() and asked.exception() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(asked.result().pid, signal.SIGKILL)
 
 
 def fork_tool_servers(server: ForkServer) -> None:

@@ -43,7 +43,7 @@ def use(call: dict) -> tuple[str, bool]:
         if call["function"]["name"] != "calculator":
             raise ValueError("the only tool is calculator")
         return calculator(json.loads(call["function"]["arguments"])["expression"]), True
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         return f"error: {error}", False
 
 
