@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -114,15 +115,13 @@ async def compare(options: argparse.Namespace) -> int:
 def label_entries(options: argparse.Namespace) -> list[ComparedStack]:
     """One entry per PROFILE, labelled by its file (`demo`, `demo-2`, ...)."""
     entries: list[ComparedStack] = []
-    count: Counter[str] = Counter()
     problems: list[Problem] = []
     for name in options.profiles:
         # Labels name folders and columns, so they are short and safe as file names.
         stem = re.sub(r"[^A-Za-z0-9._-]", "-", Path(name).stem).lstrip("._-")[:40] or "profile"
-        label, taken = stem, {entry.label for entry in entries}
-        while label in taken:
-            count[stem] += 1
-            label = f"{stem}-{count[stem] + 1}"
+        taken = {entry.label for entry in entries}
+        labels = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+        label = next(each for each in labels if each not in taken)
         entries.append(ComparedStack(label, name))
     by_label = {entry.label: entry for entry in entries}
     for item in options.sets:

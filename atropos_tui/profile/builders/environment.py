@@ -143,8 +143,8 @@ def _serve_flags(site: Site, section: EnvSection, settings: TrainingConfig) -> d
         "openai.api_key": "local",
     }
     # atroposlib's default is 3 batches ahead, whose lag such a bound does not allow.
-    bounded = settings.max_policy_lag and settings.max_policy_lag < 4
-    if bounded and AHEAD_FLAG not in _env_settings(site, section):
+    most = settings.max_policy_lag
+    if most and _batches_within(most) == 1 and AHEAD_FLAG not in _env_settings(site, section):
         flags[AHEAD_FLAG] = 1
     # Only our own environments have the flag `env.seed`.
     if (
@@ -172,13 +172,17 @@ def _engine_users(profile: Profile) -> Counter[str]:
     return Counter(engine.name for each in profile.env for engine in env_engines(profile, each))
 
 
+def _batches_within(lag: int) -> int:
+    """Return how many batches ahead a bound of `lag` versions allows: each may add two."""
+    return max(1, lag // 2)
+
+
 def concurrency_variables(site: Site, env: EnvSection, settings: TrainingConfig) -> dict[str, str]:
     """Variables of an environment's concurrency control; empty if atroposlib's rules apply."""
     profile, given = site.profile, _env_settings(site, env)
     ahead = given.get(AHEAD_FLAG, MOST_AHEAD)
     if most := settings.max_policy_lag:
-        # `ahead` batches give a lag bound of 2 * `ahead` versions.
-        ahead = min(ahead, max(1, most // 2))
+        ahead = min(ahead, _batches_within(most))
     by_hand = (WORKER_FLAGS | {SHARE_FLAG}) & given.keys()
     # A custom trainer may not correct for lag. An engine that restarts every few steps aborts the
     # completions in flight.
