@@ -9,9 +9,7 @@ GPU steps are slower. The ceiling is what the engine can make there: `ceiling` h
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import combinations
 from statistics import fmean
@@ -21,11 +19,14 @@ from numpy.typing import NDArray
 
 from atropos_common.protocol.bridge import EngineLoad
 
-# Minimum steps and seconds in one sample: a busy server receives steps in bursts.
+# Minimum steps and seconds in one sample.
 STEPS, SAMPLE_S = 8, 0.5
 # Samples kept for each number of sequences, and the minimum for a point of the curve.
 SAMPLES_KEPT = 64
 SAMPLES_NEEDED = 3
+# Minimum for a present rate: numbers that only last for moments, as while another engine of the GPU
+# is paused, have rates of their own.
+RECENT_NEEDED = 8
 # Quantile of the samples that counts: slower ones shared the machine or were paused.
 FASTEST = 0.1
 # If steps reached this share of `most` sequences, the best rate seen is the ceiling.
@@ -100,7 +101,7 @@ class _Bin:
     def present(self, since: float) -> Point | None:
         """Mean of the samples after `since`; None: too few."""
         new = [sample for at, sample in self.samples if at >= since]
-        if len(new) < SAMPLES_NEEDED:
+        if len(new) < RECENT_NEEDED:
             return None
         sequences, rate = fmean(each.sequences for each in new), fmean(each.rate for each in new)
         return Point(sequences, fmean(each.kv_use for each in new), sequences / rate)
@@ -242,6 +243,8 @@ class Step:
     """One engine step, once the server has its tokens."""
 
     engine: int
+    ended_at: float
+    """Seconds of a monotonic clock in the engine's process."""
     tokens: int
     """New ones at the server, which gets those of several steps together (`held_outputs.py`)."""
     running: int | None
@@ -255,8 +258,8 @@ class Step:
 class EngineCapacity:
     """Tokens and step times of a server's engines."""
 
-    def __init__(self, slots: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._slots = clock, slots
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
         self._curve = StepCurve(slots)
         # Time of each engine's last step; None while it has no work. With data parallelism the
         # engines share one curve, whose ceiling counts once for each.
@@ -270,7 +273,7 @@ class EngineCapacity:
         self._last: dict[int, Step] = {}
 
     def step(self, step: Step) -> None:
-        now, before = self._clock(), self._ended.get(step.engine)
+        now, before = step.ended_at, self._ended.get(step.engine)
         self.generated += step.tokens
         self.recomputed += step.recomputed
         self._made += step.tokens

@@ -59,6 +59,8 @@ OUTPUT_TURNS = 10
 class _StepLogger:
     def __init__(self, hear: Callable[[Step], None]) -> None:
         self._hear = hear
+        self.ended_at = 0.0
+        """Time of the engine at the end of the step that is read."""
 
     def record(
         self,
@@ -74,13 +76,14 @@ class _StepLogger:
         tokens = iteration_stats.num_generation_tokens if iteration_stats else 0
         stats = scheduler_stats
         if stats is None:
-            self._hear(Step(engine_idx, tokens, None, None, None))
+            self._hear(Step(engine_idx, self.ended_at, tokens, None, None, None))
             return
         running, waiting = stats.num_running_reqs, stats.num_waiting_reqs
         cache = getattr(stats, "prefix_cache_stats", None)
         # Preempted sequences that run again, less what the cache still has of them.
         again = getattr(cache, "preempted_queries", 0) - getattr(cache, "preempted_hits", 0)
-        self._hear(Step(engine_idx, tokens, running, waiting, stats.kv_cache_usage, again))
+        use = stats.kv_cache_usage
+        self._hear(Step(engine_idx, self.ended_at, tokens, running, waiting, use, again))
 
     def _ignore(self, *_: Any, **__: Any) -> None:
         pass
@@ -109,7 +112,18 @@ def hear_steps(engine: Any, hear: Callable[[Step], None]) -> bool:
     loggers = getattr(getattr(engine, "logger_manager", None), "stat_loggers", None)
     if not isinstance(loggers, list):
         return False
-    loggers.append(_StepLogger(hear))
+    loggers.append(logger := _StepLogger(hear))
+    core = engine.engine_core
+    read = core.get_output_async
+
+    # A logger does not get the engine's time. The server reads several steps at once if it is busy,
+    # so the time of reading is not the step's.
+    async def read_and_note_time() -> Any:
+        outputs = await read()
+        logger.ended_at = outputs.timestamp
+        return outputs
+
+    core.get_output_async = read_and_note_time
     return True
 
 

@@ -3,6 +3,8 @@
 Below the knee an engine could generate more tokens a second. Above it, completions take longer and
 train later. The engine measures its own curve (`EngineLoad.knee`). `Concurrency` raises its target
 until the knee is known, then follows the knee. A queue at the engine or a full cache ends the rise.
+Trials correct a knee that is too low: an engine that shares its GPU was faster before the others
+began, and the steps of its start then seem to say that more sequences only take longer.
 Engines on the trainer's device generate less while a batch always waits for the trainer.
 """
 
@@ -25,6 +27,7 @@ from atropos_common.net.http import key_headers
 from atropos_common.protocol.bridge import LOAD_PATH, EngineLoad
 from atropos_common.system.run_dir import ENV_AHEAD, ENV_CONCURRENCY, ENV_ENGINE_SHARE
 from atropos_envs.hosting.engine_client import root_of
+from atropos_envs.hosting.trials import CHANGE_S, Trials
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +84,9 @@ class Concurrency:
     """The profile sets the target."""
     target: float = field(init=False)
     phase: Phase = field(init=False)
-    knee: float | None = None
-    """This environment's share of the engines' knee, in sequences."""
+    _knee: float | None = None
+    """Moving average of the engine's estimates."""
+    _trials: Trials = field(default_factory=Trials, init=False)
     _moved_at: float = -math.inf
     _limit: float = math.inf
     _full: Phase = "engine full"
@@ -92,6 +96,11 @@ class Concurrency:
 
     def __post_init__(self) -> None:
         self.target, self.phase = float(self.first), "fixed" if self.fixed else "rising"
+
+    @property
+    def knee(self) -> float | None:
+        """This environment's share of the engine's knee, in sequences; None: unknown yet."""
+        return None if self._knee is None else max(self._knee, self._trials.proved)
 
     def without_load(self, batch: int) -> None:
         """Keep two batches of `batch` sequences in flight: the engine reports no load."""
@@ -107,19 +116,24 @@ class Concurrency:
         """
         if load.knee is not None:
             # Single estimates of a busy engine scatter; their mean is close to the knee.
-            now_at, before = load.knee * self.share, self.knee
-            self.knee = now_at if before is None else before + STEADY * (now_at - before)
+            now_at, before = load.knee * self.share, self._knee
+            self._knee = now_at if before is None else before + STEADY * (now_at - before)
         if self.fixed:
             return
+        self._trials.rate.look(load.generated_tokens, now)
         if full := self._pressure(load):
             self.phase = self._full = full
             self._full_before, self._eased_at = None, now
+            self._trials.give_up(now)
             self._limit = max(self.first, EASE * min(self.target, load.running * self.share))
             self._move(self._limit, now)
             return
         if now - self._eased_at >= EASED_S:
             self._limit, self._eased_at = self._limit * REGROWTH, now
         most = min(load.slots * self.share, self._limit)
+        if self._trials.is_on:
+            self._move(self._trials.kept(self.target, self._knee or 0.0, now), now)
+            return
         goal = min(most, math.inf if self.knee is None else self.knee)
         # At a limit the target follows the limit's slow growth.
         band = 0.0 if self.phase == self._full else DEAD_BAND
@@ -133,6 +147,12 @@ class Concurrency:
         if self.target > goal * (1.0 + DEAD_BAND) and now - self._moved_at >= SETTLED_S:
             self._move(goal, now)
         self.phase = "knee" if self.knee is not None and self.knee < most else self._full
+        if self.phase == "knee" and own >= REACHED * self.target:
+            self._move(self._trials.begun(self.target, most, now), now)
+
+    def forget_rate(self) -> None:
+        """Measure again: the engines behind the load are others than before."""
+        self._trials.rate.restart()
 
     # Preemptions do not show pressure: each publish preempts all running sequences, to compute
     # their keys and values with the new weights.
@@ -145,9 +165,12 @@ class Concurrency:
         return found if before is not None else None
 
     def _move(self, target: float, now: float) -> None:
+        if target == self.target:
+            return
         if round(target) != round(self.target):
             log.info("%.0f sequences in flight (before: %.0f): %s", target, self.target, self.phase)
         self.target, self._moved_at = target, now
+        self._trials.rate.restart(now + CHANGE_S)
 
 
 class Throttle:
@@ -254,7 +277,10 @@ class Targets:
         Args:
             own: this environment's sequences in flight at each engine.
         """
-        self._present = set(loads)
+        if self._present != (answering := set(loads)):
+            self._present = answering
+            for one in self.each.values():
+                one.forget_rate()
         for group in self._groups:
             if present := [root for root in group if root in loads]:
                 mean = fmean(own[root] for root in present)

@@ -185,7 +185,7 @@ def test_a_cache_that_holds_fewer_sequences_lowers_the_ceiling() -> None:
 
 def test_a_few_steps_say_nothing() -> None:
     found = StepCurve(8)
-    for _ in range(140):
+    for _ in range(390):
         found.add(8, 0.01)
     assert found.ceiling() is None
     for _ in range(20):
@@ -193,32 +193,15 @@ def test_a_few_steps_say_nothing() -> None:
     assert found.ceiling() == pytest.approx(800)
 
 
-def test_steps_that_reach_the_server_together_are_not_fast() -> None:
-    """A server whose process is the limit reads twenty steps at once, then none for twenty steps'
-    time."""
-    found = StepCurve(1000)
-    for at in range(4000):
-        found.add(1000, 1.0 if at % 20 == 19 else 1e-5)
-    assert found.ceiling() == pytest.approx(20_000, rel=0.05)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 10.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.mark.parametrize("tokens_a_step", [1, 3])
 def test_tokens_that_come_in_lumps_are_as_many_a_step(tokens_a_step: int) -> None:
     """The engine holds tokens back, and with speculation makes several a step."""
-    clock = Clock()
-    capacity = EngineCapacity(64, clock)
+    now = 10.0
+    capacity = EngineCapacity(64)
     for step in range(400):
-        clock.now += 0.01
+        now += 0.01
         come = 16 * 8 * tokens_a_step if step % 8 == 7 else 0
-        capacity.step(Step(0, come, running=16, waiting=0, kv_use=0.2))
+        capacity.step(Step(0, now, come, running=16, waiting=0, kv_use=0.2))
     assert capacity.generated == 400 * 16 * tokens_a_step
     (point,) = [p for each in capacity._curve._bins.values() if (p := each.point())][-1:]
     assert point.sequences == pytest.approx(16 * tokens_a_step, rel=0.1)
@@ -226,78 +209,80 @@ def test_tokens_that_come_in_lumps_are_as_many_a_step(tokens_a_step: int) -> Non
 
 def test_tokens_that_a_pause_releases_are_no_step() -> None:
     """Every weight update pauses the engine, which then hands over what it held back."""
-    clock = Clock()
-    capacity = EngineCapacity(512, clock)
+    now = 10.0
+    capacity = EngineCapacity(512)
     for running in (8, 16, 32, 64, 128, 256, 300):
         for step in range(3600):
-            clock.now += FIXED_S + EACH_S * running
+            now += FIXED_S + EACH_S * running
             use = running / 2000
-            capacity.step(Step(0, 0, running=running, waiting=0, kv_use=use))
+            capacity.step(Step(0, now, 0, running=running, waiting=0, kv_use=use))
             if step % 12 == 11:
-                clock.now += 0.5
-                capacity.step(Step(0, 12 * running, running=None, waiting=None, kv_use=None))
-                clock.now += 0.5
+                now += 0.5
+                capacity.step(Step(0, now, 12 * running, running=None, waiting=None, kv_use=None))
+                now += 0.5
                 capacity.resumes()
     assert capacity.ceiling() == pytest.approx(512 / (FIXED_S + EACH_S * 512), rel=0.05)
     assert capacity.load().running == 300
 
 
 def test_the_last_sequences_may_end_with_tokens_of_many_steps() -> None:
-    clock = Clock()
-    capacity = EngineCapacity(64, clock)
+    now = 10.0
+    capacity = EngineCapacity(64)
     for _ in range(400):
         for left in (8, 8, 8, 0):
-            clock.now += 0.01
+            now += 0.01
             tokens = 0 if left else 8 * 4
-            capacity.step(Step(0, tokens, running=left, waiting=1, kv_use=0.1))
+            capacity.step(Step(0, now, tokens, running=left, waiting=1, kv_use=0.1))
     assert capacity.ceiling() in (None, pytest.approx(800, rel=0.05))
     assert max(capacity._curve._bins) == 6, "never more than eight sequences"
 
 
 def test_the_time_without_work_is_no_step() -> None:
-    clock = Clock()
-    capacity = EngineCapacity(8, clock)
-    for _ in range(160):
-        clock.now += 5.0  # without work
-        capacity.step(Step(0, 8, running=8, waiting=0, kv_use=0.1))
-        clock.now += 0.01
-        capacity.step(Step(0, 8, running=0, waiting=0, kv_use=0.0))
-    assert capacity.generated == 2560
+    now = 10.0
+    capacity = EngineCapacity(8)
+    for _ in range(450):
+        now += 5.0  # without work
+        capacity.step(Step(0, now, 8, running=8, waiting=0, kv_use=0.1))
+        now += 0.01
+        capacity.step(Step(0, now, 8, running=0, waiting=0, kv_use=0.0))
+    assert capacity.generated == 7200
     assert capacity.ceiling() == pytest.approx(800)
 
 
 def test_engines_with_data_parallelism_add_up() -> None:
-    clock = Clock()
-    capacity = EngineCapacity(8, clock)
-    for _ in range(160):
-        clock.now += 0.01
+    now = 10.0
+    capacity = EngineCapacity(8)
+    for _ in range(450):
+        now += 0.01
         for engine in (0, 1):
-            capacity.step(Step(engine, 8, running=8, waiting=0, kv_use=0.1))
+            capacity.step(Step(engine, now, 8, running=8, waiting=0, kv_use=0.1))
     assert capacity.ceiling() == pytest.approx(1600)
 
 
-def test_steps_are_heard_as_vllm_tells_them() -> None:
+async def test_steps_are_heard_as_vllm_tells_them() -> None:
     heard: list[Step] = []
     loggers: list[Any] = []
-    engine = SimpleNamespace(logger_manager=SimpleNamespace(stat_loggers=loggers))
+    sent = iter([1.5, 2.5, 3.0])
+
+    async def read() -> Any:
+        return SimpleNamespace(timestamp=next(sent))
+
+    core = SimpleNamespace(get_output_async=read)
+    engine = SimpleNamespace(
+        logger_manager=SimpleNamespace(stat_loggers=loggers), engine_core=core
+    )
     assert compat.hear_steps(engine, heard.append)
     scheduler = SimpleNamespace(num_running_reqs=3, num_waiting_reqs=1, kv_cache_usage=0.25)
-    loggers[0].record(
-        scheduler,
-        SimpleNamespace(num_generation_tokens=3),
-        mm_cache_stats=None,
-        engine_idx=1,
-    )
-    loggers[0].record(scheduler, None, mm_cache_stats=None, engine_idx=1)
-    loggers[0].record(
-        None, SimpleNamespace(num_generation_tokens=2), mm_cache_stats=None, engine_idx=0
-    )
+    for stats, tokens, number in ((scheduler, 3, 1), (scheduler, None, 1), (None, 2, 0)):
+        assert (await core.get_output_async()).timestamp
+        made = None if tokens is None else SimpleNamespace(num_generation_tokens=tokens)
+        loggers[0].record(stats, made, mm_cache_stats=None, engine_idx=number)
     loggers[0].log()
     loggers[0].record_sleep_state(1, 2)
     assert heard == [
-        Step(1, 3, 3, 1, 0.25),
-        Step(1, 0, 3, 1, 0.25),  # its tokens are held back
-        Step(0, 2, None, None, None),
+        Step(1, 1.5, 3, 3, 1, 0.25),
+        Step(1, 2.5, 0, 3, 1, 0.25),  # its tokens are held back
+        Step(0, 3.0, 2, None, None, None),
     ]
     assert not compat.hear_steps(SimpleNamespace(logger_manager=None), heard.append), (
         "--disable-log-stats"

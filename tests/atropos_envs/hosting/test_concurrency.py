@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from statistics import median
 
 import aiohttp
 import pytest
@@ -84,10 +85,57 @@ def run(
 def test_it_finds_the_knee_within_a_minute_and_stays(first: int, slowed: float) -> None:
     target = Concurrency(first, ahead=4)
     targets = run(Engine(slowed=slowed), target, 300)
-    assert targets[59] == pytest.approx(KNEE, rel=0.2)
+    # The slots end a trial at 1.2 times the knee.
+    assert targets[59] == pytest.approx(KNEE, rel=0.25)
+    assert median(targets[60:]) == pytest.approx(KNEE, rel=0.2)
     assert target.phase == "knee"
     assert len(set(targets[60:])) <= 3, "it hardly moves"
     assert max(targets) < 1.3 * KNEE
+
+
+def told_too_low(engine: Engine, target: Concurrency, seconds: range) -> list[float]:
+    """Targets after each second of an engine that takes 90 sequences for its knee, and whose rate
+    is 4 % higher or lower from one second to the next."""
+    found = []
+    for now in seconds:
+        load = engine.second(target.target * engine.rng.uniform(0.96, 1.04))
+        target.look(load.model_copy(update={"knee": 90.0}), target.target, float(now))
+        found.append(target.target)
+    return found
+
+
+def test_a_knee_that_is_far_too_low_is_corrected() -> None:
+    """In one of two equal runs on an H200 an engine took 90 sequences for its knee, and made
+    16,500 tokens a second instead of 23,000."""
+    target, engine = Concurrency(16, ahead=8), Engine(slots=512)
+    targets = told_too_low(engine, target, range(900))
+    assert targets[60] == median(targets) == target.knee == 324.0
+    before = engine.tokens
+    targets = told_too_low(engine, target, range(900, 1800))
+    best = 512 / (FIXED_S + EACH_S * 512)
+    assert engine.tokens - before > 0.9 * 900 * best
+    assert sum(each != target.knee for each in targets) < 0.12 * len(targets), "trials are rare"
+
+
+def test_a_number_that_is_worth_it_no_more_is_left() -> None:
+    target, engine = Concurrency(16, ahead=8), Engine(slots=512)
+    told_too_low(engine, target, range(300))
+    assert target.target > 300
+    for now in range(300, 3600):
+        # As many tokens with any number of sequences.
+        engine.tokens += 10_000
+        load = EngineLoad(
+            running=64, waiting=0, kv_use=0.1, generated_tokens=engine.tokens, slots=512, knee=90.0
+        )
+        target.look(load, target.target, float(now))
+    assert target.knee is not None and target.knee < 120
+
+
+def test_a_full_cache_ends_a_trial() -> None:
+    target, engine = Concurrency(16, ahead=8), Engine(slots=512, cache=150)
+    targets = told_too_low(engine, target, range(600))
+    assert engine.full_s < 0.05 * 600
+    assert median(targets[60:]) < 150
 
 
 def test_an_engine_with_few_slots_is_filled_and_not_queued() -> None:
@@ -232,28 +280,31 @@ def test_an_engine_beside_a_waiting_trainer_generates_all_it_can() -> None:
 
 
 def _pair_on_one_gpu(on_one_gpu: list[list[str]]) -> tuple[dict[str, float], int]:
-    """Return the targets of two engines on one GPU after ten minutes, and their tokens."""
+    """Return the targets of two engines on one GPU, and their tokens in ten minutes."""
     engines = {root: Engine(slots=512) for root in ("a", "b")}
     for running in [128] * 12 + [90] * 4 + [60] * 4 + [30] * 4:
         engines["a"].second(running)  # an evaluation, before the other engine has started
     targets = Targets(Concurrency(32, ahead=8), list(engines), on_one_gpu=on_one_gpu)
+    found = []
     for now in range(600):
         own = targets.targets
+        found.append(own)
         loads = {
             root: engines[root].second(own[root], beside=own[other])
             for root, other in (("a", "b"), ("b", "a"))
         }
         targets.look(loads, own, float(now))
-    return targets.targets, sum(load.generated_tokens for load in loads.values())
+    settled = {root: median(each[root] for each in found[200:]) for root in engines}
+    return settled, sum(load.generated_tokens for load in loads.values())
 
 
 def test_equal_engines_on_one_gpu_run_equally_many() -> None:
     each, tokens_each = _pair_on_one_gpu([])
-    assert each["a"] < 0.3 * each["b"], "by itself the first keeps the knee that it had alone"
+    assert sum(each.values()) > 900, "by itself each takes from the other in its trials"
     together, tokens = _pair_on_one_gpu([["a", "b"]])
     assert together["a"] == together["b"] > 200
     assert sum(together.values()) < sum(each.values()), "fewer in flight, for as many tokens"
-    assert tokens > 0.97 * tokens_each
+    assert tokens > 0.94 * tokens_each
 
 
 def test_a_number_of_the_profile_makes_no_room() -> None:
