@@ -268,9 +268,7 @@ async def test_steps_are_heard_as_vllm_tells_them() -> None:
         return SimpleNamespace(timestamp=next(sent))
 
     core = SimpleNamespace(get_output_async=read)
-    engine = SimpleNamespace(
-        logger_manager=SimpleNamespace(stat_loggers=loggers), engine_core=core
-    )
+    engine = SimpleNamespace(logger_manager=SimpleNamespace(stat_loggers=loggers), engine_core=core)
     assert compat.hear_steps(engine, heard.append)
     scheduler = SimpleNamespace(num_running_reqs=3, num_waiting_reqs=1, kv_cache_usage=0.25)
     for stats, tokens, number in ((scheduler, 3, 1), (scheduler, None, 1), (None, 2, 0)):
