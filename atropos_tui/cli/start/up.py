@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import stat
 import subprocess
 import sys
@@ -168,12 +169,19 @@ def _not_empty(root: Path) -> UserError:
 
 def _refuse_finished(run: RunDir, site: Site) -> None:
     """Refuse to resume a run that has all its steps: it would load everything and train nothing."""
-    result, done = RunResult.load(run.result_json), last_figures(run).step or 0
     # A trainer with its own command has steps that this program cannot know.
-    if result is None or result.exit_code != Exit.DONE or site.profile.trainer.command is not None:
+    if site.profile.trainer.command is not None:
         return
     wanted = training_config(site).training_steps
-    if done >= wanted:
+    for saved in run.checkpoints.glob("*step_*"):
+        numbered = re.fullmatch(r"(?:adapter_)?step_(\d+)", saved.name)
+        if numbered is not None and int(numbered[1]) > wanted:
+            fix = f"raise trainer.training_steps, or go back by moving {saved} away"
+            reason = f"{saved} is beyond {wanted} steps"
+            problem = Problem(reason, fix, key="trainer.training_steps")
+            raise UserError("that run has a later checkpoint", [problem])
+    result, done = RunResult.load(run.result_json), last_figures(run).step or 0
+    if result is not None and result.exit_code == Exit.DONE and done >= wanted:
         fix = f"raise trainer.training_steps, such as --set trainer.training_steps={done + wanted}"
         problem = Problem(f"already at {done} of {wanted} steps", fix, key="trainer.training_steps")
         raise UserError("that run is finished", [problem])

@@ -246,6 +246,23 @@ def test_a_finished_run_is_not_resumed_for_nothing(
     )
 
 
+def test_a_checkpoint_beyond_the_steps_is_refused_before_anything_starts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    profile = failing_profile(tmp_path, training_steps=60)
+    up = ["up", str(profile), "--headless"]
+    assert main.run([*up, "--run-dir", "run"]) == Exit.COMPONENT_FAILED
+    for name in ("step_40", "step_60", "step_notes"):
+        (RunDir(Path("run")).checkpoints / name).mkdir(parents=True)
+    assert main.run([*up, "--resume", "run"]) == Exit.COMPONENT_FAILED
+    result = RunDir(Path("run")).result_json.read_text()
+    capfd.readouterr()
+    assert main.run([*up, "--resume", "run", "--set", "trainer.training_steps=50"]) == Exit.USAGE
+    said = capfd.readouterr().err
+    assert "step_60 is beyond 50 steps" in said and "step_60 away" in said
+    assert RunDir(Path("run")).result_json.read_text() == result
+
+
 def test_no_profile_and_nothing_to_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
