@@ -24,9 +24,9 @@ STEPS, SAMPLE_S = 8, 0.5
 # Samples kept for each number of sequences, and the minimum for a point of the curve.
 SAMPLES_KEPT = 64
 SAMPLES_NEEDED = 3
-# Minimum for a present rate: numbers that only last for moments, as while another engine of the GPU
-# is paused, have rates of their own.
-RECENT_NEEDED = 8
+# Minimum seconds of the samples of a present rate. While another engine of the GPU is paused, a few
+# steps are fast.
+PRESENT_S = 4.0
 # Quantile of the samples that counts: slower ones shared the machine or were paused.
 FASTEST = 0.1
 # If steps reached this share of `most` sequences, the best rate seen is the ceiling.
@@ -101,7 +101,8 @@ class _Bin:
     def present(self, since: float) -> Point | None:
         """Mean of the samples after `since`; None: too few."""
         new = [sample for at, sample in self.samples if at >= since]
-        if len(new) < RECENT_NEEDED:
+        lasted = sum(max(SAMPLE_S, STEPS * sample.seconds) for sample in new)
+        if len(new) < SAMPLES_NEEDED or lasted < PRESENT_S:
             return None
         sequences, rate = fmean(each.sequences for each in new), fmean(each.rate for each in new)
         return Point(sequences, fmean(each.kv_use for each in new), sequences / rate)
@@ -113,16 +114,16 @@ class StepCurve:
         # Bins are never dropped: an engine that now always runs many sequences showed the cost of
         # fewer only during its start.
         self._bins: dict[int, _Bin] = {}
-        # Seconds of all steps, the clock of the samples.
-        self._now = 0.0
+        self.steps_s = 0.0
+        """Seconds of all steps, the clock of the samples."""
         # Moving average of one sequence's share of the KV cache; 0 while unknown.
         self._kv_share = 0.0
 
     def add(self, sequences: int, seconds: float, kv_use: float = 0.0) -> None:
         if sequences > 0 and seconds > 0:
-            self._now += seconds
+            self.steps_s += seconds
             at = round(2 * math.log2(sequences))
-            self._bins.setdefault(at, _Bin()).add(sequences, seconds, kv_use, self._now)
+            self._bins.setdefault(at, _Bin()).add(sequences, seconds, kv_use, self.steps_s)
 
     def hold(self, sequences: int, kv_use: float) -> None:
         """Record the KV cache use of the running sequences, 0 to 1."""
@@ -137,7 +138,7 @@ class StepCurve:
 
     def ceiling(self) -> float | None:
         """Most tokens a second, beside the trainer if both share a GPU; None: unknown yet."""
-        since = self._now - RECENT_S
+        since = self.steps_s - RECENT_S
         # Rates of sequences of another length do not apply to the present ones.
         present = {
             at: new
@@ -243,8 +244,8 @@ class Step:
     """One engine step, once the server has its tokens."""
 
     engine: int
-    ended_at: float
-    """Seconds of a monotonic clock in the engine's process."""
+    ended_at: float | None
+    """Seconds of a monotonic clock in the engine's process; None: unknown."""
     tokens: int
     """New ones at the server, which gets those of several steps together (`held_outputs.py`)."""
     running: int | None
@@ -286,7 +287,7 @@ class EngineCapacity:
         ran = step.running or (last.running if last else 0) or 0
         self._ran += ran
         # The start of the first step after a time without work is unknown.
-        if before is not None and self._ran:
+        if before is not None and now is not None and self._ran:
             # About one token of each running sequence, more with speculation.
             tokens = round(ran * max(1.0, self._made / self._ran))
             self._curve.add(tokens, now - before, step.kv_use or 0.0)
@@ -314,6 +315,7 @@ class EngineCapacity:
             waiting=sum(step.waiting or 0 for step in last),
             kv_use=max((step.kv_use or 0.0 for step in last), default=0.0),
             generated_tokens=self.generated,
+            steps_s=self._curve.steps_s,
             slots=self._slots * max(1, len(self._ended)),
             knee=self.knee(),
         )

@@ -59,8 +59,9 @@ OUTPUT_TURNS = 10
 class _StepLogger:
     def __init__(self, hear: Callable[[Step], None]) -> None:
         self._hear = hear
-        self.ended_at = 0.0
-        """Time of the engine at the end of the step that is read."""
+        # vLLM may already wait for the first step when the server begins to note times.
+        self.ended_at: float | None = None
+        """Engine time, in seconds, at the end of the newest step read."""
 
     def record(
         self,

@@ -169,6 +169,9 @@ class EngineLoad(BridgeMessage):
     """Share of the KV cache, 0 to 1."""
     generated_tokens: int
     """Tokens since its start."""
+    steps_s: float = 0.0
+    """Seconds of its steps since then, without pauses and times without work, summed over
+    engines."""
     slots: int
     """Largest number of sequences at a time."""
     knee: float | None

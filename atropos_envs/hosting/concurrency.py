@@ -3,8 +3,7 @@
 Below the knee an engine could generate more tokens a second. Above it, completions take longer and
 train later. The engine measures its own curve (`EngineLoad.knee`). `Concurrency` raises its target
 until the knee is known, then follows the knee. A queue at the engine or a full cache ends the rise.
-Trials correct a knee that is too low: an engine that shares its GPU was faster before the others
-began, and the steps of its start then seem to say that more sequences only take longer.
+Trials correct a knee that is too low (`trials.py`).
 Engines on the trainer's device generate less while a batch always waits for the trainer.
 """
 
@@ -27,17 +26,16 @@ from atropos_common.net.http import key_headers
 from atropos_common.protocol.bridge import LOAD_PATH, EngineLoad
 from atropos_common.system.run_dir import ENV_AHEAD, ENV_CONCURRENCY, ENV_ENGINE_SHARE
 from atropos_envs.hosting.engine_client import root_of
-from atropos_envs.hosting.trials import CHANGE_S, Trials
+from atropos_envs.hosting.trials import CHANGE_S, REACHED, Trials
 
 log = logging.getLogger(__name__)
 
 # Seconds between two looks at the engines.
 LOOK_S = 1.0
 LOOK_TIMEOUT = aiohttp.ClientTimeout(total=2)
-# Factor and interval of the rise. An interval fills two samples of the engine's curve.
+# Factor and interval of the rise. An interval fills two samples of the engine's curve. The target
+# rises only while the share `REACHED` of it is in flight; below, something else is the bound.
 RISE, RISE_S = 1.5, 3.0
-# The target rises only while this share of it is in flight; below, something else is the bound.
-REACHED = 0.8
 # A target at the knee moves only if the knee moves by more than this share, and at most once per
 # interval (s).
 DEAD_BAND, SETTLED_S = 0.15, 10.0
@@ -54,7 +52,7 @@ FIRST = 32
 # Waiting sequences are a queue above this share of the running ones: requests that arrive between
 # two steps always wait for a moment.
 QUEUED = 0.1
-# Weight of a new sample in the mean number of sequences of a group.
+# Weight of a new sample in the mean number of sequences of a group and of an engine.
 SMOOTHING = 0.2
 
 # Batches that always wait for the trainer: above the first number the engines beside it generate
@@ -108,11 +106,12 @@ class Concurrency:
             self.fixed, self.phase = True, "fixed"
             self.target = max(self.target, 2.0 * batch * self.share)
 
-    def look(self, load: EngineLoad, own: float, now: float) -> None:
+    def look(self, load: EngineLoad, own: float, now: float, *, free: bool = True) -> None:
         """Move the target.
 
         Args:
             own: this environment's sequences in flight.
+            free: neither the trainer nor the lag bound is the bound.
         """
         if load.knee is not None:
             # Single estimates of a busy engine scatter; their mean is close to the knee.
@@ -120,7 +119,7 @@ class Concurrency:
             self._knee = now_at if before is None else before + STEADY * (now_at - before)
         if self.fixed:
             return
-        self._trials.rate.look(load.generated_tokens, now)
+        self._trials.window.look(load, own, free, now)
         if full := self._pressure(load):
             self.phase = self._full = full
             self._full_before, self._eased_at = None, now
@@ -146,13 +145,15 @@ class Concurrency:
             return
         if self.target > goal * (1.0 + DEAD_BAND) and now - self._moved_at >= SETTLED_S:
             self._move(goal, now)
-        self.phase = "knee" if self.knee is not None and self.knee < most else self._full
-        if self.phase == "knee" and own >= REACHED * self.target:
-            self._move(self._trials.begun(self.target, most, now), now)
+        if self._knee is None or self._knee >= most:
+            self.phase = self._full
+            return
+        self.phase = "knee"
+        self._move(self._trials.begun(self.target, most, self._knee, now), now)
 
-    def forget_rate(self) -> None:
-        """Measure again: the engines behind the load are others than before."""
-        self._trials.rate.restart()
+    def forget_rate(self, now: float) -> None:
+        """Measure the token rate again: other engines answer now."""
+        self._trials.window.restart(now)
 
     # Preemptions do not show pressure: each publish preempts all running sequences, to compute
     # their keys and values with the new weights.
@@ -170,7 +171,7 @@ class Concurrency:
         if round(target) != round(self.target):
             log.info("%.0f sequences in flight (before: %.0f): %s", target, self.target, self.phase)
         self.target, self._moved_at = target, now
-        self._trials.rate.restart(now + CHANGE_S)
+        self._trials.window.restart(now + CHANGE_S)
 
 
 class Throttle:
@@ -238,6 +239,8 @@ class Targets:
         for group in self._groups:
             self.each |= dict.fromkeys(group, replace(whole, first=first))
         self._present = set(roots)
+        self._own: dict[str, float] = {}
+        """Moving average of the sequences in flight."""
         self._beside, self._throttle = set(beside), Throttle()
 
     @property
@@ -277,14 +280,23 @@ class Targets:
         Args:
             own: this environment's sequences in flight at each engine.
         """
-        if self._present != (answering := set(loads)):
-            self._present = answering
-            for one in self.each.values():
-                one.forget_rate()
+        changed, self._present = self._present ^ set(loads), set(loads)
+        targets = self.targets
+        for root in loads:
+            before = self._own.get(root, own[root])
+            self._own[root] = before + SMOOTHING * (own[root] - before)
+        short = {root for root in loads if self._own[root] < REACHED * targets[root]}
         for group in self._groups:
+            one = self.each[group[0]]
+            if not changed.isdisjoint(group):
+                one.forget_rate(now)
             if present := [root for root in group if root in loads]:
                 mean = fmean(own[root] for root in present)
-                self.each[group[0]].look(_mean([loads[root] for root in present]), mean, now)
+                # A trial that takes sequences from another engine gains nothing.
+                free = short <= set(group) and not (
+                    self._throttle.part < 1.0 and self._is_throttled(group[0])
+                )
+                one.look(_mean([loads[root] for root in present]), mean, now, free=free)
 
     def look_at_queue(self, queued: float, step: int, now: float) -> None:
         """Let the engines on the trainer's device make room for it, or generate more again.
@@ -310,6 +322,7 @@ def _mean(loads: Sequence[EngineLoad]) -> EngineLoad:
         waiting=round(fmean(load.waiting for load in loads)),
         kv_use=max(load.kv_use for load in loads),
         generated_tokens=round(fmean(load.generated_tokens for load in loads)),
+        steps_s=fmean(load.steps_s for load in loads),
         slots=round(fmean(load.slots for load in loads)),
         knee=fmean(knees) if len(knees) == len(loads) else None,
     )

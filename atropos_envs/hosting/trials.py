@@ -1,8 +1,7 @@
 """Trials of other numbers of sequences in flight, by the tokens that the engine makes with them.
 
-They correct a knee of the engine's throughput curve that is too low. Its steps mislead where their
-conditions changed: an engine that shares its GPU was faster before the others began, and the steps
-of its start then seem to say that more sequences only take longer.
+They correct a knee of the engine's throughput curve that is too low. The curve misleads if an
+engine shares its GPU: the steps of its start were fast, because the others had not begun.
 """
 
 from __future__ import annotations
@@ -11,62 +10,91 @@ import logging
 import math
 from dataclasses import dataclass, field
 
+from atropos_common.protocol.bridge import EngineLoad
+
 log = logging.getLogger(__name__)
 
-# Factor of a trial's target. A higher one is kept if the token rate is at least `WORTH` times as
-# high, a lower one if the rate before is at most `NO_LOSS` times as high. Rates of 20 s scatter by
-# 4 %, and at the knee twice as many sequences make 5 % more tokens a second.
-TRIED, WORTH, NO_LOSS = 2.0, 1.1, 1.04
-# A target that changes the other by less than this share shows nothing.
+# Factor of a trial's target. A trial with more sequences must raise the token rate by the factor
+# `WORTH`. One with fewer may lower it by the factor `NO_LOSS`. Rates of `TRIAL_S` scatter by 4 %.
+# At the knee twice as many sequences make 5 % more tokens a second.
+TRIED, WORTH, NO_LOSS = 2.0, 1.12, 1.04
+# Minimum relative change of the target, and of the sequences in flight, for a trial.
 LEAST_CHANGE = 0.25
+# Minimum share of the target in flight, and of the looks at which nothing else was the bound.
+REACHED, FREE = 0.8, 0.8
 # Seconds after a change of the target that do not count.
 CHANGE_S = 5.0
-# Seconds of a trial; of the rate before it, at least that and at most `BASE_S`.
-TRIAL_S, BASE_S = 20.0, 60.0
-# Seconds until the next trial after the first in vain, which double, and their limit.
+# Minimum seconds of steps in a measured rate. A rate before a trial is at most `BASE_S` old, and a
+# trial ends after `LIMIT_S`, whatever the engine did.
+TRIAL_S, BASE_S, LIMIT_S = 30.0, 120.0, 180.0
+# Seconds until the next trial after the first that failed. They double up to the second number.
 FIRST_WAIT_S, LAST_WAIT_S = 60.0, 600.0
 
 
 @dataclass
-class TokenRate:
-    """Tokens a second of an engine since the last change of its target."""
+class Window:
+    """Means since the last change of an engine's target."""
 
-    rate: float = 0.0
     seconds: float = 0.0
-    """Length of the measurement."""
+    """Duration of the engine's steps, without its pauses."""
+    rate: float = 0.0
+    """Tokens per second of steps."""
     _since: float = -math.inf
-    _tokens: int = -1
-    """Number at `_since`; -1: not read yet."""
+    _start: tuple[int, float] | None = None
+    """Tokens and seconds of steps at `_since`; None: not read yet."""
+    _looks: int = 0
+    _own: float = 0.0
+    _free: int = 0
 
     def restart(self, at: float = -math.inf) -> None:
-        """Measure from `at` on; default: from the next look on."""
-        self.rate, self.seconds, self._since, self._tokens = 0.0, 0.0, at, -1
+        """Measure from `at` on, at the earliest from the next look on."""
+        self._since, self._start = max(at, self._since), None
+        self._looks, self._own, self._free = 0, 0.0, 0
+        self.seconds = self.rate = 0.0
 
-    def look(self, tokens: int, now: float) -> None:
-        """Take the number of tokens since the engine's start."""
+    def look(self, load: EngineLoad, own: float, free: bool, now: float) -> None:
+        """Add a look; the parameters are those of `Concurrency.look`."""
         if now < self._since:
             return
+        tokens, steps_s = load.generated_tokens, load.steps_s
         # A restarted engine counts from 0.
-        if self._tokens < 0 or tokens < self._tokens:
-            self._since, self._tokens = now, tokens
-        if (seconds := now - self._since) > 0:
-            self.seconds, self.rate = seconds, (tokens - self._tokens) / seconds
+        if self._start is None or tokens < self._start[0] or steps_s < self._start[1]:
+            self.restart(now)
+            self._start = tokens, steps_s
+        self._looks, self._own, self._free = self._looks + 1, self._own + own, self._free + free
+        self.seconds = steps_s - self._start[1]
+        self.rate = (tokens - self._start[0]) / self.seconds if self.seconds > 0 else 0.0
+
+    def age(self, now: float) -> float:
+        return now - self._since
+
+    @property
+    def own(self) -> float:
+        """Mean number of this environment's sequences in flight."""
+        return self._own / max(1, self._looks)
+
+    @property
+    def free(self) -> float:
+        """Share of the looks at which nothing else was the bound."""
+        return self._free / max(1, self._looks)
 
 
 @dataclass(frozen=True)
 class _Before:
     target: float
     rate: float
-    """Tokens a second with it."""
+    """Tokens per second of steps."""
+    own: float
+    began_at: float
 
 
 @dataclass
 class Trials:
     """Trials of an engine's target, one at a time."""
 
-    rate: TokenRate = field(default_factory=TokenRate)
+    window: Window = field(default_factory=Window)
     proved: float = 0.0
-    """Target that a trial found worth it."""
+    """Highest target that a trial accepted; a trial of fewer may lower it."""
     _before: _Before | None = None
     _ended_at: float = -math.inf
     _wait_s: float = 0.0
@@ -76,39 +104,52 @@ class Trials:
     def is_on(self) -> bool:
         return self._before is not None
 
-    def begun(self, target: float, most: float, now: float) -> float:
-        """Return the target from now on: another one if it is time for a trial."""
-        if self.rate.seconds < TRIAL_S or now - self._ended_at < self._wait_s:
-            if self.rate.seconds > BASE_S:
-                self.rate.restart(now)
+    def begun(self, target: float, most: float, knee: float, now: float) -> float:
+        """Return the target from now on: another one if it is time for a trial.
+
+        Args:
+            most: highest target.
+            knee: that of the engine's own curve.
+        """
+        window = self.window
+        if window.age(now) > BASE_S:
+            window.restart(now)
+        if window.seconds < TRIAL_S or now - self._ended_at < self._wait_s:
             return target
-        other = target / TRIED if self._tries_lower else min(most, TRIED * target)
-        if not self.rate.rate or abs(other / target - 1.0) < LEAST_CHANGE:
+        if window.own < REACHED * target or window.free < FREE or not window.rate:
+            window.restart(now)
             return target
-        self._before = _Before(target, self.rate.rate)
+        higher, lower = min(most, TRIED * target), max(knee, target / TRIED)
+        at_limit = higher < (1.0 + LEAST_CHANGE) * target
+        other = lower if self._tries_lower or (at_limit and self.proved > knee) else higher
+        if abs(other - target) < LEAST_CHANGE * target:
+            return target
+        self._before = _Before(target, window.rate, window.own, now)
         return other
 
     def kept(self, target: float, knee: float, now: float) -> float:
-        """Return the target from now on: the one before the trial if it ends in vain.
-
-        Args:
-            knee: that of the engine's own curve.
-        """
-        if self._before is None or self.rate.seconds < TRIAL_S:
+        """Return the target from now on: the one before the trial if that fails."""
+        window, before = self.window, self._before
+        if before is None:
             return target
-        before, lower = self._before, target < self._before.target
-        gain = self.rate.rate / before.rate
+        ended = window.seconds >= TRIAL_S
+        if not ended and now - before.began_at < LIMIT_S:
+            return target
+        gain, lower = window.rate / before.rate, target < before.target
         log.info("%.2f times the tokens/s of %.0f sequences in flight", gain, before.target)
-        if gain >= (1.0 / NO_LOSS if lower else WORTH):
-            self._before, self.proved, self._wait_s = None, target, 0.0
+        changed = lower or window.own > (1.0 + LEAST_CHANGE) * before.own
+        accepted = gain >= (1.0 / NO_LOSS if lower else WORTH)
+        if ended and changed and window.free >= FREE and accepted:
+            self._before, self._tries_lower, self.proved = None, False, target
+            self._ended_at, self._wait_s = now, FIRST_WAIT_S if lower else 0.0
             return target
         self.give_up(now)
-        # A number that a trial found once is tried again from above.
+        # After a failed trial of more, the next one tries whether fewer are enough.
         self._tries_lower = not lower and self.proved > knee
         return before.target
 
     def give_up(self, now: float) -> None:
-        """End a trial in vain; the next one comes later."""
+        """End a trial as failed; the next one comes later."""
         if self._before is not None:
             self._before, self._ended_at = None, now
             self._wait_s = min(LAST_WAIT_S, max(FIRST_WAIT_S, 2.0 * self._wait_s))

@@ -172,12 +172,15 @@ def _refuse_finished(run: RunDir, site: Site) -> None:
     # A trainer with its own command has steps that this program cannot know.
     if site.profile.trainer.command is not None:
         return
-    wanted = training_config(site).training_steps
-    for saved in run.checkpoints.glob("*step_*"):
-        numbered = re.fullmatch(r"(?:adapter_)?step_(\d+)", saved.name)
+    config = training_config(site)
+    wanted = config.training_steps
+    name = re.compile(rf"{'adapter_' if config.trains_adapters else ''}step_(\d+)")
+    # The trainer passes over folders without a state.
+    for state in run.checkpoints.glob("*/trainer_state.json"):
+        numbered = name.fullmatch(state.parent.name)
         if numbered is not None and int(numbered[1]) > wanted:
-            fix = f"raise trainer.training_steps, or go back by moving {saved} away"
-            reason = f"{saved} is beyond {wanted} steps"
+            fix = f"raise trainer.training_steps, or go back by moving {state.parent} away"
+            reason = f"{state.parent} is beyond {wanted} steps"
             problem = Problem(reason, fix, key="trainer.training_steps")
             raise UserError("that run has a later checkpoint", [problem])
     result, done = RunResult.load(run.result_json), last_figures(run).step or 0

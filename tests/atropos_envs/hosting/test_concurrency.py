@@ -4,7 +4,9 @@ there."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 
 import aiohttp
@@ -42,6 +44,7 @@ class Engine:
     curve: StepCurve = field(init=False)
     full_s: int = 0
     tokens: int = 0
+    steps_s: float = 0.0
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     def __post_init__(self) -> None:
@@ -58,11 +61,13 @@ class Engine:
             self.curve.add(running, one)
             self.tokens += running
             spent += one
+        self.steps_s += spent
         return EngineLoad(
             running=running,
             waiting=int(max(0.0, min(asked, self.cache) - self.slots)),
             kv_use=min(1.0, running / self.cache),
             generated_tokens=self.tokens,
+            steps_s=self.steps_s,
             slots=self.slots,
             knee=self.curve.knee(),
         )
@@ -109,7 +114,7 @@ def test_a_knee_that_is_far_too_low_is_corrected() -> None:
     16,500 tokens a second instead of 23,000."""
     target, engine = Concurrency(16, ahead=8), Engine(slots=512)
     targets = told_too_low(engine, target, range(900))
-    assert targets[60] == median(targets) == target.knee == 324.0
+    assert targets[90] == median(targets) == target.knee == 324.0
     before = engine.tokens
     targets = told_too_low(engine, target, range(900, 1800))
     best = 512 / (FIXED_S + EACH_S * 512)
@@ -117,18 +122,100 @@ def test_a_knee_that_is_far_too_low_is_corrected() -> None:
     assert sum(each != target.knee for each in targets) < 0.12 * len(targets), "trials are rare"
 
 
-def test_a_number_that_is_worth_it_no_more_is_left() -> None:
-    target, engine = Concurrency(16, ahead=8), Engine(slots=512)
+@dataclass
+class Flat:
+    """An engine that makes as many tokens with any number of sequences, and says 90 is its knee."""
+
+    slots: int = 512
+    busy_s: Callable[[int], float] = lambda now: 1.0
+    """Seconds of its steps in each second; the rest is a pause."""
+    tokens: float = 0.0
+    steps_s: float = 0.0
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def second(self, now: int) -> EngineLoad:
+        self.steps_s += (seconds := self.busy_s(now))
+        self.tokens += 10_000 * seconds * self.rng.gauss(1.0, 0.2)
+        return EngineLoad(
+            running=64,
+            waiting=0,
+            kv_use=0.1,
+            generated_tokens=int(self.tokens),
+            steps_s=self.steps_s,
+            slots=self.slots,
+            knee=90.0,
+        )
+
+
+@pytest.mark.parametrize("slots", [324, 400, 512, 1024])
+def test_a_number_that_is_worth_it_no_more_is_left(slots: int) -> None:
+    target, engine = Concurrency(16, ahead=8), Engine(slots=slots)
     told_too_low(engine, target, range(300))
     assert target.target > 300
-    for now in range(300, 3600):
-        # As many tokens with any number of sequences.
-        engine.tokens += 10_000
-        load = EngineLoad(
-            running=64, waiting=0, kv_use=0.1, generated_tokens=engine.tokens, slots=512, knee=90.0
-        )
-        target.look(load, target.target, float(now))
-    assert target.knee is not None and target.knee < 120
+    flat = Flat(slots, tokens=engine.tokens, steps_s=engine.steps_s)
+    targets = []
+    for now in range(300, 7200):
+        target.look(flat.second(now), target.target, float(now))
+        targets.append(target.target)
+    assert target.knee is not None and 75 <= target.knee < 120
+    assert median(targets) < 120
+    assert sum(a != b for a, b in pairwise(targets[3600:])) <= 20, "in an hour"
+
+
+@pytest.mark.parametrize("pause", [(1, 10), (6, 30), (6, 45), (10, 60)])
+def test_the_pauses_of_an_engine_decide_no_trial(pause: tuple[int, int]) -> None:
+    lasts, every = pause
+    flat = Flat(1024, busy_s=lambda now: 0.0 if now % every < lasts else 1.0)
+    target = Concurrency(32, ahead=8)
+    targets: list[float] = []
+    for now in range(7200):
+        target.look(flat.second(now), target.target, float(now))
+        targets.append(target.target)
+    assert sum(each > 150 for each in targets) < 0.12 * len(targets)
+
+
+def test_a_trial_compares_with_the_target_and_not_with_less() -> None:
+    """For 100 s of every 900 s the trainer is the bound, and a third of the target in flight."""
+    target, tokens = Concurrency(32, ahead=8), 0.0
+    targets: list[float] = []
+    flat = Flat(1024)
+    for now in range(7200):
+        own = (0.3 if now % 900 < 100 else 1.0) * target.target
+        tokens += 20_000 * own / (own + 10.0)
+        load = flat.second(now).model_copy(update={"generated_tokens": int(tokens)})
+        target.look(load, own, float(now))
+        targets.append(target.target)
+    assert sum(each > 150 for each in targets) < 0.12 * len(targets)
+
+
+def test_a_trial_that_only_takes_from_another_engine_fails() -> None:
+    """The lag bound lets 150 sequences in flight, for two engines that take 90 for their knee."""
+    engines = {"a": Engine(slots=512), "b": Engine(slots=512)}
+    targets = Targets(Concurrency(32, ahead=8), list(engines))
+    found: list[float] = []
+    for now in range(900):
+        whole = targets.target
+        own = {root: each * min(1.0, 150 / whole) for root, each in targets.targets.items()}
+        told = {"knee": 90.0 if now > 40 else None}
+        loads = {root: engines[root].second(own[root]).model_copy(update=told) for root in engines}
+        targets.look(loads, own, float(now))
+        found.append(max(targets.targets.values()))
+    assert sum(each > 120 for each in found) < 0.25 * len(found) and found[-1] < 120
+
+
+def test_an_engine_that_answers_now_and_then_leaves_no_trial_on() -> None:
+    engines = {"a": Engine(slots=1024), "b": Engine(slots=1024)}
+    targets = Targets(Concurrency(32, ahead=8), list(engines), on_one_gpu=[["a", "b"]])
+    found = []
+    for now in range(1800):
+        own = targets.targets
+        loads = {root: engines[root].second(own[root], beside=own[root]) for root in engines}
+        loads = {root: load.model_copy(update={"knee": 400.0}) for root, load in loads.items()}
+        if now > 100 and now % 12 == 0:
+            del loads["b"]
+        targets.look(loads, own, float(now))
+        found.append(targets.targets["a"])
+    assert sum(each > 500 for each in found) < 0.25 * len(found)
 
 
 def test_a_full_cache_ends_a_trial() -> None:

@@ -252,8 +252,10 @@ def test_a_checkpoint_beyond_the_steps_is_refused_before_anything_starts(
     profile = failing_profile(tmp_path, training_steps=60)
     up = ["up", str(profile), "--headless"]
     assert main.run([*up, "--run-dir", "run"]) == Exit.COMPONENT_FAILED
-    for name in ("step_40", "step_60", "step_notes"):
-        (RunDir(Path("run")).checkpoints / name).mkdir(parents=True)
+    for name in ("step_40", "step_60", "step_notes", "adapter_step_80"):
+        (folder := RunDir(Path("run")).checkpoints / name).mkdir(parents=True)
+        (folder / "trainer_state.json").write_text("{}")
+    (RunDir(Path("run")).checkpoints / "step_70").mkdir()
     assert main.run([*up, "--resume", "run"]) == Exit.COMPONENT_FAILED
     result = RunDir(Path("run")).result_json.read_text()
     capfd.readouterr()
