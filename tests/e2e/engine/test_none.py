@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from atropos_common.protocol.bridge import LoadWeightsRequest
+from atropos_common.protocol.trainer_records import POLICY_LAG
 from atropos_common.system.run_dir import ENV_CONTROL_SOCKET, ENV_RUN_DIR, ENV_TOKEN
 from atropos_envs.tiny_model import build_tiny_model, save_model
 from tests.e2e.engine.test_lora import EXACT, PROMPT, STEPS, Trainer, ask, own_servers
@@ -332,7 +333,9 @@ def assert_trained(run: LiveStack, steps: int) -> None:
     ]
     assert len(probed) > 1
     assert max(probed) < 1e-5
-    assert {record.verdict for record in alignment} == {"ok"}
+    # On a busy machine rollouts are older, and may be far from the policy.
+    others = [record for record in alignment if record.cause_kind not in ("", POLICY_LAG)]
+    assert not others and {record.verdict for record in alignment} <= {"ok", "drift"}
 
 
 @pytest.mark.slow
