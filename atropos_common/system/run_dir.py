@@ -74,6 +74,10 @@ ENV_ALLOWED_HOSTS = "ATROPOS_ALLOWED_HOSTS"
 """Further names in the Host header, separated by commas."""
 
 MANIFEST_NAME = "vllm_bridge_config.json"
+STATE_JSON = "trainer_state.json"
+"""File of a checkpoint with its step, weight version and other plain values."""
+STEP_FOLDER = re.compile(r"(adapter_)?step_(\d+)")
+"""Name of a checkpoint's folder."""
 # The year 9999: calendars refuse later times.
 LATEST_TIME = 253_402_300_799.0
 
@@ -84,6 +88,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 def is_safe_name(name: str) -> bool:
     """True if safe in a path, a flag and a log line."""
     return _NAME.fullmatch(name) is not None
+
+
+def safe_text(text: str) -> str:
+    """Replace characters that a safe name cannot have."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", text)
 
 
 class _Below:

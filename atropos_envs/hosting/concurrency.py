@@ -131,7 +131,7 @@ class Concurrency:
             self._limit, self._eased_at = self._limit * REGROWTH, now
         most = min(load.slots * self.share, self._limit)
         if self._trials.is_on:
-            self._move(self._trials.kept(self.target, self._knee or 0.0, now), now)
+            self._move(self._trials.kept(self.target, now), now)
             return
         goal = min(most, math.inf if self.knee is None else self.knee)
         # At a limit the target follows the limit's slow growth.
@@ -293,9 +293,7 @@ class Targets:
             if present := [root for root in group if root in loads]:
                 mean = fmean(own[root] for root in present)
                 # A trial that takes sequences from another engine gains nothing.
-                free = short <= set(group) and not (
-                    self._throttle.part < 1.0 and self._is_throttled(group[0])
-                )
+                free = short <= set(group) and targets[group[0]] == one.target
                 one.look(_mean([loads[root] for root in present]), mean, now, free=free)
 
     def look_at_queue(self, queued: float, step: int, now: float) -> None:

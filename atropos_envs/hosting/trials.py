@@ -46,8 +46,8 @@ class Window:
     _own: float = 0.0
     _free: int = 0
 
-    def restart(self, at: float = -math.inf) -> None:
-        """Measure from `at` on, at the earliest from the next look on."""
+    def restart(self, at: float) -> None:
+        """Measure from `at` on, or from a later restart on."""
         self._since, self._start = max(at, self._since), None
         self._looks, self._own, self._free = 0, 0.0, 0
         self.seconds = self.rate = 0.0
@@ -120,14 +120,15 @@ class Trials:
             window.restart(now)
             return target
         higher, lower = min(most, TRIED * target), max(knee, target / TRIED)
-        at_limit = higher < (1.0 + LEAST_CHANGE) * target
-        other = lower if self._tries_lower or (at_limit and self.proved > knee) else higher
+        # After a failed trial of more, and at the limit: fewer may be enough.
+        tries_lower = self._tries_lower or higher < (1.0 + LEAST_CHANGE) * target
+        other = lower if tries_lower and self.proved > knee else higher
         if abs(other - target) < LEAST_CHANGE * target:
             return target
         self._before = _Before(target, window.rate, window.own, now)
         return other
 
-    def kept(self, target: float, knee: float, now: float) -> float:
+    def kept(self, target: float, now: float) -> float:
         """Return the target from now on: the one before the trial if that fails."""
         window, before = self.window, self._before
         if before is None:
@@ -144,8 +145,7 @@ class Trials:
             self._ended_at, self._wait_s = now, FIRST_WAIT_S if lower else 0.0
             return target
         self.give_up(now)
-        # After a failed trial of more, the next one tries whether fewer are enough.
-        self._tries_lower = not lower and self.proved > knee
+        self._tries_lower = not lower
         return before.target
 
     def give_up(self, now: float) -> None:

@@ -28,11 +28,11 @@ MOST_CONNECTIONS = 64
 CLOSE_S = 0.05
 # Bytes of a request body, as the engine has it.
 MAX_BODY = 32 * 1024 * 1024
-# vLLM's routes that generate, and sample as the request asks.
 LIMITS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
 """Names of a limit of the answer's tokens; each route has its own."""
 NEARLY_GREEDY = 0.01
 """Temperature of several greedy answers, for which vLLM refuses 0; it raises lower ones to this."""
+# vLLM's routes that generate, and sample as the request asks.
 ROUTES = frozenset({"chat/completions", "completions", "responses", "messages"})
 # Status of an engine that starts, is held, or is gone.
 AWAY_STATUS = 503

@@ -30,8 +30,9 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from atropos_common.protocol.bridge import ADAPTER_CONFIG
 from atropos_common.system.files import read_regular, why_full
+from atropos_common.system.run_dir import STATE_JSON, STEP_FOLDER
 from trainer_core.checkpoints.companions import write_companions
-from trainer_core.checkpoints.state import STATE_JSON, on_all, state_file, state_of, write_state
+from trainer_core.checkpoints.state import on_all, state_file, state_of, write_state
 from trainer_core.config import TrainingConfig, flag
 from trainer_core.errors import UsageError
 
@@ -52,7 +53,6 @@ NOT_TRAINED = {
     "checkpoint_interval",
     "optimizer_offload",
 }
-_STEP = re.compile(r"(adapter_)?step_(\d+)")
 # Folders of interrupted writes.
 _WRITING, _OLD = re.compile(r"\.(.+)\.writing"), re.compile(r"\.(.+)\.old")
 
@@ -156,7 +156,7 @@ def _is_final(path: Path) -> bool:
 def _numbered(save_path: Path, adapters: bool) -> list[Path]:
     if not save_path.is_dir():
         return []
-    names = ((path, _STEP.fullmatch(path.name)) for path in save_path.iterdir())
+    names = ((path, STEP_FOLDER.fullmatch(path.name)) for path in save_path.iterdir())
     return sorted((path for path, m in names if m and bool(m[1]) == adapters), key=_step_of)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from atropos_common.system.run_dir import STATE_JSON
 from trainer_core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-STATE_JSON = "trainer_state.json"
 STATE_TENSORS = "trainer_state/tensors.safetensors"
 _OF_RANKS = re.compile(r"tensors-(\d+)-of-\d+\.safetensors")
 # Keys that stand for a tensor and for a dict in `trainer_state.json`.

@@ -69,7 +69,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 def notified(name: str | None) -> Iterator[Check]:
     """Send one test notification by each way that [notify] configures."""
-    from atropos_tui.cli.start.profiles import planned_site, read_env_files
+    from atropos_tui.cli.start.profiles import planned_site
     from atropos_tui.profile.plan import stack_of
     from atropos_tui.profile.profile import load_profile
     from atropos_tui.supervisor.notify import DeliveryError, payload, post, resolved, run_command
@@ -78,7 +78,7 @@ def notified(name: str | None) -> Iterator[Check]:
     if name is None:
         raise _no_profile("[notify]", "--notify")
     profile, file = load_profile(name, [])
-    stack = stack_of(planned_site(profile, read_env_files(file)))
+    stack = stack_of(planned_site(profile, file))
     body, policy = payload(stack, "test", "atropos-tui doctor --notify", None, None), stack.notify
     if not (policy.bell or policy.webhook or policy.command):
         yield warn(
@@ -113,14 +113,14 @@ def notified(name: str | None) -> Iterator[Check]:
 
 def nodes(name: str | None) -> Iterator[Check]:
     """Check the machines of a profile, each on itself, and a collective between them."""
-    from atropos_tui.cli.start.profiles import checked, planned_site, read_env_files
+    from atropos_tui.cli.start.profiles import checked, planned_site
     from atropos_tui.cluster.doctor import examine, targets_of
     from atropos_tui.profile.profile import load_profile
 
     if name is None:
         raise _no_profile("[[node]]", "--nodes")
     profile, file = load_profile(name, [])
-    site = planned_site(profile, read_env_files(file))
+    site = planned_site(profile, file)
     targets = targets_of(checked(profile, file, site, machine=False).stack)
     if not targets:
         yield ok(
@@ -165,12 +165,12 @@ def _examine(profile: str | None) -> Iterator[Check]:
 
 
 def _preflight(name: str) -> Iterator[Check]:
-    from atropos_tui.cli.start.profiles import checked, planned_site, read_env_files
+    from atropos_tui.cli.start.profiles import checked, planned_site
     from atropos_tui.profile.profile import load_profile
 
     try:
         profile, file = load_profile(name, [])
-        site = planned_site(profile, read_env_files(file))
+        site = planned_site(profile, file)
         stack = checked(profile, file, site, machine=True).stack
     except UserError as error:
         for problem in error.problems:

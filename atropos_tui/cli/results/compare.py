@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import re
 import shutil
 import signal
 import sys
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import TextIO
 
 from atropos_common.system.files import write_private
-from atropos_common.system.run_dir import RunDir
+from atropos_common.system.run_dir import RunDir, safe_text
 from atropos_tui.cli import show
 from atropos_tui.cli.manage import runs
 from atropos_tui.cli.manage.control import bring_down
@@ -118,7 +117,7 @@ def label_entries(options: argparse.Namespace) -> list[ComparedStack]:
     problems: list[Problem] = []
     for name in options.profiles:
         # Labels name folders and columns, so they are short and safe as file names.
-        stem = re.sub(r"[^A-Za-z0-9._-]", "-", Path(name).stem).lstrip("._-")[:40] or "profile"
+        stem = safe_text(Path(name).stem).lstrip("._-")[:40] or "profile"
         taken = {entry.label for entry in entries}
         labels = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
         label = next(each for each in labels if each not in taken)

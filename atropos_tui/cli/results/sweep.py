@@ -25,7 +25,7 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from atropos_common.system.files import read_regular, write_private
-from atropos_common.system.run_dir import RunDir
+from atropos_common.system.run_dir import RunDir, safe_text
 from atropos_tui.cli import show
 from atropos_tui.cli.answers import Sweep, SweepCell
 from atropos_tui.cli.manage import runs
@@ -120,7 +120,7 @@ def labels_of(settings: Sequence[dict[str, str]]) -> list[str]:
     labels = [
         "_".join(f"{short[key]}-{each[key].strip(QUOTES)}" for key in keys) for each in settings
     ]
-    labels = [re.sub(r"[^A-Za-z0-9._-]", "-", label) for label in labels]
+    labels = [safe_text(label) for label in labels]
     # Labels name folders and runs: they have to differ and be short, otherwise cells are numbered.
     fits = len(set(labels)) == len(labels) and all(len(label) <= MOST_LABEL for label in labels)
     return (
@@ -172,7 +172,7 @@ def _begun(options: argparse.Namespace) -> tuple[Path, list[Cell]]:
             "no profile", [Problem("PROFILE is missing", "atropos-tui sweep demo --set seed=0..3")]
         )
     grid = _grid(options)
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(options.profile).stem)
+    name = safe_text(Path(options.profile).stem)
     base = (
         options.run_dir or Path("runs") / f"sweep-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     ).resolve()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atropos_common.system.run_dir import is_safe_name
+from atropos_common.system.run_dir import is_safe_name, safe_text
 from atropos_tui.cli.answers import Written
 from atropos_tui.cli.start.init_fit import CPU_CACHE, MOST_CPU_CACHE, fit_environment, fit_model
 from atropos_tui.cli.start.init_text import Changes, by_table, with_changes, without_table
@@ -494,8 +494,7 @@ def profile_text(answers: Answers, *, file: str) -> str:
 
 def _program_name(program: Mapping[str, Any]) -> str:
     """Last name of a module, file or folder as a safe name; empty without one."""
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", _last_name(program))
-    return name.lstrip("._-")[:64]
+    return safe_text(_last_name(program)).lstrip("._-")[:64]
 
 
 def _last_name(program: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -147,9 +147,14 @@ def _refused(problems: list[Problem], profile: Profile) -> UserError:
     return refused([placed(problem, profile) for problem in problems], "cannot start this profile")
 
 
-def planned_site(profile: Profile, dotenv: Mapping[str, str] | None = None) -> Site:
-    """Site with a placeholder run directory, for commands that start nothing."""
+def planned_site(profile: Profile, file: Path | None = None) -> Site:
+    """Site with a placeholder run directory, for commands that start nothing.
+
+    Args:
+        file: the profile's, whose `.env` counts.
+    """
     name = f"{profile.name}-TIME-ID"
+    dotenv = None if file is None else read_env_files(file)
     return make_site(
         profile, Path("runs") / name, run_id=name, dotenv=dotenv, hosts=machines_of(profile)
     )
@@ -177,7 +182,7 @@ def _validated(options: argparse.Namespace) -> Validated:
     ready = checked(
         profile,
         file,
-        planned_site(profile, read_env_files(file)),
+        planned_site(profile, file),
         machine=named is None,
         named=named,
     )
@@ -237,8 +242,7 @@ def plan(options: argparse.Namespace) -> int:
     """
     profile, file = load_profile(options.profile, options.sets)
     named = _named(options)
-    dotenv = read_env_files(file)
-    ready = checked(profile, file, planned_site(profile, dotenv), machine=False, named=named)
+    ready = checked(profile, file, planned_site(profile, file), machine=False, named=named)
     site, inventory = ready.site, ready.inventory
     with in_words(printable(str(file))):
         budget = site_budget(site, inventory)

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import platform
-import re
 import stat
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from pydantic import ValidationError
 
 from atropos_common.models.engine_release import version_of
 from atropos_common.system.files import write_private
-from atropos_common.system.run_dir import RunDir
+from atropos_common.system.run_dir import STATE_JSON, STEP_FOLDER, RunDir
 from atropos_tui import __version__
 from atropos_tui.cli import show
 from atropos_tui.cli.manage import runs
@@ -168,19 +167,21 @@ def _not_empty(root: Path) -> UserError:
 
 
 def _refuse_finished(run: RunDir, site: Site) -> None:
-    """Refuse to resume a run that has all its steps: it would load everything and train nothing."""
+    """Refuse to resume a run that has all its steps, or a checkpoint of a later one.
+
+    It would load everything and train nothing.
+    """
     # A trainer with its own command has steps that this program cannot know.
     if site.profile.trainer.command is not None:
         return
     config = training_config(site)
     wanted = config.training_steps
-    name = re.compile(rf"{'adapter_' if config.trains_adapters else ''}step_(\d+)")
     # The trainer passes over folders without a state.
-    for state in run.checkpoints.glob("*/trainer_state.json"):
-        numbered = name.fullmatch(state.parent.name)
-        if numbered is not None and int(numbered[1]) > wanted:
-            fix = f"raise trainer.training_steps, or go back by moving {state.parent} away"
-            reason = f"{state.parent} is beyond {wanted} steps"
+    for saved in (state.parent for state in run.checkpoints.glob(f"*/{STATE_JSON}")):
+        named = STEP_FOLDER.fullmatch(saved.name)
+        if named and bool(named[1]) == config.trains_adapters and int(named[2]) > wanted:
+            fix = f"raise trainer.training_steps, or go back by moving {saved} away"
+            reason = f"{saved} is beyond {wanted} steps"
             problem = Problem(reason, fix, key="trainer.training_steps")
             raise UserError("that run has a later checkpoint", [problem])
     result, done = RunResult.load(run.result_json), last_figures(run).step or 0

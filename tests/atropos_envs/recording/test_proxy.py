@@ -1,17 +1,13 @@
-"""Requests that the proxy of a rollout sends on; scores and tool servers of many rollouts."""
+"""Requests that the proxy of a rollout sends on."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import socket
-import sys
-import time
 from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
-import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -21,12 +17,8 @@ from atropos_common.protocol.bridge import TAKE_PATH, RecordedTurn, RecordedTurn
 from atropos_common.system.run_dir import ENV_ENGINE_URLS
 from atropos_envs.hosting import engine_client
 from atropos_envs.hosting.engine_client import EngineClient, with_one_bos
-from atropos_envs.recording.groups import _advantages
 from atropos_envs.recording.proxy import LIMITS, RolloutProxy
 from atropos_envs.recording.recorder import Recorder
-from atropos_envs.recording.scoring import Scorer, _score
-from atropos_envs.verifiers import tool_servers
-from atropos_envs.verifiers.sequences import branches_of
 from tests.atropos_envs.support import text_tokenizer
 
 
@@ -92,68 +84,6 @@ async def test_an_engine_that_did_not_answer_has_no_turns(
                 assert len((await rollout.collect()).turns) == 1
             await asyncio.sleep(0.3)
         await client.close()
-
-
-def _slowly(episode: Any) -> float:
-    time.sleep(0.3)
-    return 1.0
-
-
-async def test_scores_do_not_wait_for_each_other() -> None:
-    scorer = Scorer(f"{__name__}:_slowly", timeout_s=0.9)
-    scores = await asyncio.gather(*(scorer.score(SimpleNamespace()) for _ in range(32)))  # type: ignore[arg-type]
-    assert [one.value for one in scores] == [1.0] * 32
-
-
-def test_what_is_no_finite_number_is_no_score() -> None:
-    assert _score({"score": 1, "all": np.zeros(3)}).metrics == {}
-    assert _advantages([math.nan, 1.0]) == [0.0, 0.0], "the group is left out, and counted"
-
-
-_CHILD = """
-import sys, time
-time.sleep(0.5)
-for number, _ in enumerate(sys.stdin):
-    print(2**22 + number, flush=True)
-"""
-
-
-async def test_a_cancelled_rollout_does_not_take_the_next_one_s_tool_server(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    start, killed = asyncio.create_subprocess_exec, []
-
-    async def child(*_: Any, **options: Any) -> Any:
-        return await start(sys.executable, "-c", _CHILD, **options)
-
-    monkeypatch.setattr("asyncio.create_subprocess_exec", child)
-    monkeypatch.setattr(tool_servers, "_end_unused", lambda task: killed.append(task.result().pid))
-    monkeypatch.setattr(tool_servers, "Fork", lambda pid: SimpleNamespace(pid=pid))
-    server = tool_servers.ForkServer()
-    first = asyncio.create_task(server.fork("a", {}, "/", "x"))
-    await asyncio.sleep(0.1)
-    first.cancel()
-    assert [(await server.fork(name, {}, "/", "x")).pid for name in "bc"] == [2**22 + 1, 2**22 + 2]
-    assert killed == [2**22], "nobody has the handle of the first one"
-    await server.close()
-
-
-def test_equal_answers_of_one_trace_may_differ_in_their_last_bits() -> None:
-    def node(ids: list[int], logprobs: list[float]) -> Any:
-        return SimpleNamespace(
-            token_ids=[1, *ids], mask=[False, *[True] * len(ids)], sampled=True, logprobs=logprobs
-        )
-
-    answers = [[-0.101], [-0.102]]
-    turns: Any = [
-        SimpleNamespace(prompt_ids=[1], token_ids=[[7]], logprobs=[each]) for each in answers
-    ]
-    branches = [
-        SimpleNamespace(trainable=True, sampled_mask=[False, True], nodes=[node([7], each)])
-        for each in answers
-    ]
-    made = branches_of(SimpleNamespace(branches=branches), turns, 1.0)
-    assert [one.logprobs[-1] for one in made] == [-0.101, -0.102]
 
 
 def test_only_the_second_of_two_first_tokens_goes() -> None:
