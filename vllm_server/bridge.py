@@ -228,8 +228,11 @@ class WeightBridge:
                 return
             late = f"requests in flight did not end within {request.wait_s:g} s"
             logger.warning("%s: the others are paused", late)
-        mode = "abort" if request.in_flight == "recompute" else "keep"
-        await self.engine.pause_generation(mode=mode, clear_cache=not self.history.keeps_cache)
+        clear_cache = not self.history.keeps_cache
+        if request.in_flight == "recompute":
+            await self.engine.pause_generation(mode="abort", clear_cache=clear_cache)
+        else:
+            await compat.pause_and_keep(self.engine, clear_cache=clear_cache)
         if waiting is not None:
             await waiting
 
@@ -268,8 +271,8 @@ class WeightBridge:
             self.cache_salt += 1
         # In this order: no token of the new weights may precede their version, and the hold ends
         # once they answer.
-        await compat.read_outputs(self.engine)
-        self.history.change(version, time.monotonic(), compat.tokens_in_flight(self.engine))
+        made = await compat.tokens_in_flight(self.engine)
+        self.history.change(version, time.monotonic(), made)
         await self._go_on()
         self.state.resume(version)
         self._disarm_lease()
@@ -282,7 +285,7 @@ class WeightBridge:
         # First: after a failure it may run, so the next pause stops it again.
         self._stopped = False
         if self.capacity is not None:
-            self.capacity.resumes()
+            self.capacity.resumes(time.monotonic())
         await self.engine.resume_generation()
         self.accepts.set()
 

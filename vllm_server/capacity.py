@@ -265,6 +265,7 @@ class EngineCapacity:
         # Time of each engine's last step; None while it has no work. With data parallelism the
         # engines share one curve, whose ceiling counts once for each.
         self._ended: dict[int, float | None] = {}
+        self._resumed_at = -math.inf
         self.generated = 0
         """Tokens since the server started."""
         # Tokens, and steps of a sequence, since then.
@@ -279,23 +280,28 @@ class EngineCapacity:
         self.recomputed += step.recomputed
         self._made += step.tokens
         if step.running is None:
-            return  # held tokens that are released at a pause: no step of the engine
+            return  # held tokens that are released before a pause: no step of the engine
         last, self._last[step.engine] = self._last.get(step.engine), step
         if step.running and step.kv_use:
             self._curve.hold(step.running, step.kv_use)
         # In a step after which nothing runs, the sequences that ran before it have ended.
         ran = step.running or (last.running if last else 0) or 0
         self._ran += ran
-        # The start of the first step after a time without work is unknown.
-        if before is not None and now is not None and self._ran:
+        # The start of the first step after a time without work, or after a pause, is unknown.
+        if before is not None and before >= self._resumed_at and now is not None and self._ran:
             # About one token of each running sequence, more with speculation.
             tokens = round(ran * max(1.0, self._made / self._ran))
             self._curve.add(tokens, now - before, step.kv_use or 0.0)
         self._ended[step.engine] = None if step.running == 0 and not step.waiting else now
 
-    def resumes(self) -> None:
-        """Exclude the time of a pause, which ends now, from the next step."""
-        self._ended = dict.fromkeys(self._ended)
+    def resumes(self, now: float) -> None:
+        """Exclude the time of a pause, which ends now, from the next step.
+
+        Args:
+            now: seconds of the engine's clock. The server may read a step of before the pause
+                later.
+        """
+        self._resumed_at = now
 
     def ceiling(self) -> float | None:
         """Tokens a second of all engines; None: unknown yet."""

@@ -5,7 +5,6 @@ It finds the parts that vLLM's own API server calls, and imports vLLM on first u
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
 import inspect
@@ -18,6 +17,7 @@ from typing import Any
 from atropos_common.models import engine_release
 from vllm_server.capacity import Step
 from vllm_server.config import ConfigError
+from vllm_server.held_outputs import TOKENS_MADE
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +52,6 @@ PLACES: dict[str, tuple[str, ...]] = {
 
 # Seconds that open connections get at shutdown, after requests in flight have ended.
 CONNECTIONS_CLOSE_S = 1
-OUTPUT_TURNS = 10
-"""Turns of the event loop in which vLLM reads one message of the engine."""
 
 
 class _StepLogger:
@@ -296,31 +294,27 @@ def adapters_in_flight(engine: Any) -> set[str]:
     return {name for state in states.values() if (name := getattr(state, "lora_name", None))}
 
 
-def tokens_in_flight(engine: Any) -> dict[str, int]:
-    """Return the tokens that each unfinished request has so far; {} if vLLM hides them."""
-    states = getattr(getattr(engine, "output_processor", None), "request_states", {})
-    with contextlib.suppress(AttributeError):
-        return {
-            state.external_req_id: state.detokenizer.num_output_tokens()
-            for state in states.values()
-            if state.detokenizer is not None  # None: a pooling request
-        }
-    return {}
+async def tokens_in_flight(engine: Any) -> dict[str, int]:
+    """Return the tokens that each unfinished request of a paused engine has so far."""
+    made = await engine.engine_core.call_utility_all_async(TOKENS_MADE)  # of each engine
+    states = engine.output_processor.request_states
+    return {
+        states[name].external_req_id: tokens
+        for one in made
+        for name, tokens in one.items()
+        if name in states  # not of a client that left
+    }
 
 
-async def read_outputs(engine: Any) -> None:
-    """Let vLLM's output handler read what a paused engine has sent."""
-    queue = getattr(getattr(engine, "engine_core", None), "outputs_queue", None)
-    if queue is None:
-        return
-    # The handler takes one message at a time and reads it in several turns of the event loop. The
-    # queue of an engine that runs may never be empty, hence the limit.
-    empty = 0
-    for _ in range(100 * OUTPUT_TURNS):
-        await asyncio.sleep(0)
-        empty = empty + 1 if queue.empty() else 0
-        if empty == OUTPUT_TURNS:
-            return
+async def pause_and_keep(engine: Any, *, clear_cache: bool) -> None:
+    """Freeze the requests in flight.
+
+    `AsyncLLM.pause_generation` waits another 20 ms, in which the server reads outputs. Here nothing
+    needs them.
+    """
+    if clear_cache:
+        await engine.renderer.clear_mm_cache_async()
+    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
 
 
 async def tokenizer_of(engine: Any) -> Any | None:

@@ -4,8 +4,8 @@ vLLM sends every token of every sequence to the server at once, with three small
 also if the server only answers when the completion has ended. Packing and unpacking them is most of
 the server's work, and competes with the scheduler for the interpreter. Held back are the outputs of
 requests that want their final output only and have no stop strings, after their first token. They
-go on with the completion's end, with every `MOST` tokens, and before a pause, since the server
-counts the tokens of each weight version then.
+go on with the completion's end, with every `MOST` tokens, and before a pause that aborts the
+completions. At a change of the weight version the server asks for the number of tokens alone.
 
 Runs in vLLM's engine process.
 """
@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+TOKENS_MADE = "atropos_tokens_made"
+"""Method of the engine process: request -> tokens so far, of every unfinished request."""
 MOST = 32
 """Tokens of one sequence that are held back at most."""
 # Fields that a held output may have; another one that is set lets the output pass at once.
@@ -37,9 +39,7 @@ class HeldOutputs:
     def __len__(self) -> int:
         return len(self._parts)
 
-    def passed(
-        self, outputs: list[Any], client: int, requests: Mapping[str, Any], *, paused: bool
-    ) -> list[Any]:
+    def passed(self, outputs: list[Any], client: int, requests: Mapping[str, Any]) -> list[Any]:
         """Return what of a step's outputs goes on now, held parts included.
 
         Args:
@@ -56,7 +56,7 @@ class HeldOutputs:
                 continue
             parts.append(output)
             is_plain = all(value is None for value in self._others(output))
-            if paused or not is_plain or len(parts) >= MOST:
+            if not is_plain or len(parts) >= MOST:
                 now.append(joined(parts))
                 self._parts[name] = []
             if output.finish_reason is not None:
@@ -102,7 +102,6 @@ def _may_wait(request: Any) -> bool:
 @cache
 def register_held_outputs() -> None:
     """Let vLLM's schedulers in this process hold outputs back."""
-    from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.engine.core import EngineCoreProc
@@ -118,15 +117,21 @@ def register_held_outputs() -> None:
         made = update(self, *args, **kwargs)
         # Without speculation a step has one token of each sequence.
         if self.num_spec_tokens == 0:
-            held, paused = held_by(self), self.pause_state != PauseState.UNPAUSED
+            held = held_by(self)
             for client, one in made.items():
-                one.outputs = held.passed(one.outputs, client, self.requests, paused=paused)
+                one.outputs = held.passed(one.outputs, client, self.requests)
         return made
 
-    def release_and_pause(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for client, outputs in held_by(self.scheduler).release().items():
-            self.output_queue.put_nowait((client, EngineCoreOutputs(outputs=outputs)))
-        return pause(self, *args, **kwargs)
+    def release_and_pause(self: Any, mode: str = "abort", clear_cache: bool = True) -> Any:
+        if mode == "abort":
+            for client, outputs in held_by(self.scheduler).release().items():
+                self.output_queue.put_nowait((client, EngineCoreOutputs(outputs=outputs)))
+        return pause(self, mode, clear_cache)
+
+    def tokens_made(self: Any) -> dict[str, int]:
+        unfinished = self.scheduler.requests
+        return {name: request.num_output_tokens for name, request in unfinished.items()}
 
     Scheduler.update_from_output = update_and_hold
     EngineCoreProc.pause_scheduler = release_and_pause
+    setattr(EngineCoreProc, TOKENS_MADE, tokens_made)

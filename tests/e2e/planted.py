@@ -11,20 +11,19 @@ class StalePrefix:
     """`--middleware tests.e2e.planted.StalePrefix`: a publish forgets to reset the prefix cache."""
 
     def __init__(self, app: ASGIApp) -> None:
-        from vllm.v1.engine.async_llm import AsyncLLM
-
+        from vllm_server import compat
         from vllm_server.bridge import WeightBridge
 
         self.app = app
-        true = AsyncLLM.pause_generation
+        true = compat.pause_and_keep
 
-        async def pause(engine: Any, *, mode: str = "abort", clear_cache: bool = True) -> None:
-            await true(engine, mode=mode, clear_cache=False)
+        async def pause(engine: Any, *, clear_cache: bool) -> None:
+            await true(engine, clear_cache=False)
 
         async def no_reset(bridge: WeightBridge) -> None:
             pass
 
-        AsyncLLM.pause_generation = pause  # type: ignore[method-assign, assignment]
+        compat.pause_and_keep = pause
         WeightBridge.reset_prefix_cache = no_reset  # type: ignore[method-assign]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

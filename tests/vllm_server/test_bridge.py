@@ -18,6 +18,7 @@ from atropos_common.protocol.bridge import PauseRequest, ResumeRequest, VersionS
 from vllm_server.auth import GenerationHold
 from vllm_server.bridge import NotTheHolder, WeightBridge, make_router
 from vllm_server.config import ServerConfig
+from vllm_server.held_outputs import TOKENS_MADE
 from vllm_server.weights import broadcast
 from vllm_server.weights.broadcast import BrokenTransfer, Transfers
 
@@ -35,6 +36,17 @@ class RecordingEngine:
         self.resumes = True
         self.drained = asyncio.Event()
         """Nothing is in flight any more."""
+        self.made: list[dict[str, int]] = [{}]
+        """Of each engine process: tokens of its unfinished requests."""
+        self.renderer: Any = SimpleNamespace(clear_mm_cache_async=lambda: asyncio.sleep(0))
+        self.output_processor: Any = SimpleNamespace(request_states={})
+        self.engine_core: Any = SimpleNamespace(
+            pause_scheduler_async=self.pause_generation, call_utility_all_async=self._tokens_made
+        )
+
+    async def _tokens_made(self, method: str) -> list[dict[str, int]]:
+        assert method == TOKENS_MADE
+        return self.made
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         self.calls.append(f"pause:{mode}")
@@ -98,33 +110,21 @@ async def test_a_publish_pauses_resets_then_resumes_and_stamps(config: ServerCon
     assert config.state_path.stat().st_mode & 0o777 == 0o600
 
 
-async def test_a_publish_counts_the_tokens_that_the_engine_has_sent(config: ServerConfig) -> None:
-    """vLLM's output handler has not read the last of them when the resume comes."""
+async def test_a_publish_counts_the_tokens_that_the_engine_has_made(config: ServerConfig) -> None:
+    """The server has not read all of them: the engine holds outputs back."""
     bridge, engine = make(config)
-    made, queue = [5, 6, 7], asyncio.Queue[int]()
-    state = SimpleNamespace(
-        external_req_id="r", detokenizer=SimpleNamespace(num_output_tokens=lambda: len(made))
-    )
-    pooling = SimpleNamespace(external_req_id="p", detokenizer=None)
-    parts: Any = engine
-    parts.output_processor = SimpleNamespace(request_states={"r-1": state, "p-1": pooling})
-    parts.engine_core = SimpleNamespace(outputs_queue=queue)
-
-    async def handler() -> None:
-        while True:
-            token = await queue.get()
-            for _ in range(4):
-                await asyncio.sleep(0)
-            made.append(token)
-
-    reading = asyncio.create_task(handler())
-    with bridge.history.follow("r") as tokens_at:
+    names = {"r-1": "r", "s-1": "s", "late-1": "late"}
+    states = {name: SimpleNamespace(external_req_id=own) for name, own in names.items()}
+    engine.output_processor.request_states = states
+    engine.made = [{"r-1": 23, "its client left": 3}, {"s-1": 4}]
+    with (
+        bridge.history.follow("r") as of_r,
+        bridge.history.follow("s") as of_s,
+        bridge.history.follow("late") as of_late,  # ended, and its end is not read yet
+    ):
         await bridge.pause(PauseRequest())
-        for token in range(20):
-            queue.put_nowait(token)
         await bridge.resume(ResumeRequest(weight_version=7))
-    reading.cancel()
-    assert list(tokens_at.values()) == [23]
+    assert (list(of_r.values()), list(of_s.values()), of_late) == ([23], [4], {})
 
 
 async def test_a_disk_that_takes_no_stamp_keeps_no_weights_from_answering(

@@ -207,20 +207,27 @@ def test_tokens_that_come_in_lumps_are_as_many_a_step(tokens_a_step: int) -> Non
     assert point.sequences == pytest.approx(16 * tokens_a_step, rel=0.1)
 
 
-def test_tokens_that_a_pause_releases_are_no_step() -> None:
-    """Every weight update pauses the engine, which then hands over what it held back."""
+@pytest.mark.parametrize("late", [False, True])
+def test_a_pause_and_the_tokens_that_it_releases_are_no_step(late: bool) -> None:
+    """A busy server reads the last step before the pause only after it."""
     now = 10.0
     capacity = EngineCapacity(512)
     for running in (8, 16, 32, 64, 128, 256, 300):
-        for step in range(3600):
+        for number in range(3600):
             now += FIXED_S + EACH_S * running
-            use = running / 2000
-            capacity.step(Step(0, now, 0, running=running, waiting=0, kv_use=use))
-            if step % 12 == 11:
-                now += 0.5
-                capacity.step(Step(0, now, 12 * running, running=None, waiting=None, kv_use=None))
-                now += 0.5
-                capacity.resumes()
+            step = Step(0, now, 0, running=running, waiting=0, kv_use=running / 2000)
+            if number % 12 != 11:
+                capacity.step(step)
+                continue
+            now += 1.0
+            released = Step(0, now, 12 * running, running=None, waiting=None, kv_use=None)
+            read = [step, released]
+            if late:
+                capacity.resumes(now)
+            for each in read:
+                capacity.step(each)
+            if not late:
+                capacity.resumes(now)
     assert capacity.ceiling() == pytest.approx(512 / (FIXED_S + EACH_S * 512), rel=0.05)
     assert capacity.load().running == 300
 

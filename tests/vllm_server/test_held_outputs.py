@@ -37,7 +37,7 @@ class Engine:
         self.made = 0
         self.seen: dict[str, list[EngineCoreOutput]] = {name: [] for name in requests}
 
-    def step(self, *ended: str, paused: bool = False, **fields: Any) -> int:
+    def step(self, *ended: str, **fields: Any) -> int:
         """Return the number of outputs that went on."""
         self.made += 1
         outputs = [
@@ -51,7 +51,7 @@ class Engine:
         ]
         for name in ended:  # vLLM has freed it by then
             del self.requests[name]
-        return self.note(self.held.passed(outputs, 0, self.requests, paused=paused))
+        return self.note(self.held.passed(outputs, 0, self.requests))
 
     def note(self, outputs: list[EngineCoreOutput]) -> int:
         for each in outputs:
@@ -105,7 +105,7 @@ def test_what_somebody_reads_at_once_is_not_held(streams: Any) -> None:
     assert not len(engine.held)
 
 
-def test_before_a_pause_all_tokens_go_on_and_during_it_none_is_held() -> None:
+def test_all_held_tokens_go_on_at_once_when_the_requests_are_aborted() -> None:
     engine = Engine(a=request(), b=request(RequestOutputKind.DELTA))
     for _ in range(4):
         engine.step()
@@ -113,10 +113,7 @@ def test_before_a_pause_all_tokens_go_on_and_during_it_none_is_held() -> None:
     assert list(released) == [0] and engine.note(released[0]) == 1
     assert engine.tokens("a") == [1, 2, 3, 4] == engine.tokens("b")
     assert engine.held.release() == {}
-    # A step that was under way when the pause came.
-    assert engine.step(paused=True) == 2
-    assert engine.tokens("a") == [1, 2, 3, 4, 5]
-    assert engine.step() == 1, "after it they are held again"
+    assert engine.step() == 1, "later ones are held again"
 
 
 def test_an_output_with_more_than_tokens_takes_the_held_ones_along() -> None:
@@ -141,6 +138,6 @@ def test_without_logprobs_there_are_tokens_alone() -> None:
     held = HeldOutputs(EngineCoreOutput.__struct_fields__)
     requests = {"a": request()}
     for token in (1, 2, 3):
-        held.passed([EngineCoreOutput("a", [token])], 0, requests, paused=False)
+        held.passed([EngineCoreOutput("a", [token])], 0, requests)
     (found,) = held.release()[0]
     assert found.new_token_ids == [2, 3] and found.new_logprobs is None

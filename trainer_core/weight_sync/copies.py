@@ -51,7 +51,7 @@ class Copies:
         self._source: Tensors = {}
         self._copies: list[_Copy] = []
         self._supervisor = supervised(config, stop)
-        self._threads = ThreadPoolExecutor(max(1, len(self.paths)), "pause")
+        self._threads = ThreadPoolExecutor(max(1, len(self.paths)), "publish")
 
     @property
     def engines(self) -> list[ServerClient]:
@@ -69,7 +69,9 @@ class Copies:
             copy = self._map(path)
             self._copies.append(copy)
             self._pause(copy, "keep")
-            self._write(copy, version)
+            self._write(copy)
+            self._synchronize()
+            self._resume(copy, version)
             print(f"✓ {copy.engine.base_url} has a copy of the weights, version {version}")
 
     def pause(self) -> list[Future[None]]:
@@ -77,15 +79,20 @@ class Copies:
         how = self.config.in_flight
         return [self._threads.submit(self._pause, copy, how) for copy in self._copies]
 
-    def publish(self, version: int, pauses: list[Future[None]]) -> None:
+    def publish(self, version: int, pauses: list[Future[None]]) -> list[Future[None]]:
         """Write the present weights into each server once its pause has begun.
+
+        Return the servers' resumes, which have begun: the first server resumes meanwhile.
 
         Raises:
             EngineGone: one has ended, or does not answer.
         """
-        for copy, paused in zip(self._copies, pauses, strict=True):
+        for paused in pauses:
             paused.result()
-            self._write(copy, version)
+        for copy in self._copies:
+            self._write(copy)
+        self._synchronize()
+        return [self._threads.submit(self._resume, copy, version) for copy in self._copies]
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)
@@ -126,14 +133,20 @@ class Copies:
         copy.engine.pause(dirty=True, lease_s=LEASE_S, in_flight=in_flight, wait_s=wait_s)
 
     @torch.no_grad()
-    def _write(self, copy: _Copy, version: int) -> None:
+    def _write(self, copy: _Copy) -> None:
         # Writing into a dead process's memory would make every later use of the GPU fail.
         if has_ended(copy.process):
             raise EngineGone(f"{_name(copy)} has ended")
-        for name, tensor in copy.tensors.items():
-            tensor.copy_(self._source[name])
+        names = list(copy.tensors)
+        torch._foreach_copy_(
+            [copy.tensors[name] for name in names], [self._source[name] for name in names]
+        )
+
+    def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def _resume(self, copy: _Copy, version: int) -> None:
         copy.engine.resume(version)
 
 

@@ -56,15 +56,21 @@ class SingleCopyAndOthers(SingleCopy):
     def _publish(self, version: int, write: Callable[[], None], clock: Phases) -> bool:
         # With `overlap_publish` the version before is still read from these weights.
         self.settle()
-        pauses = self._copies.pause()
-        moved = super()._publish(version, write, clock)
-        if self._copies.paths:
-            with clock("copy"):
-                self._copies.publish(version, pauses)
+        pauses, resumes = self._copies.pause(), []
+        self._pause_and_write(write, clock)
+        try:
+            if self._copies.paths:
+                with clock("copy"):
+                    resumes = self._copies.publish(version, pauses)
+        finally:  # the first server's weights are complete, whatever became of the others
+            with clock("resume"):
+                self._resume(version)
+                for resumed in resumes:
+                    resumed.result()
         if self._sent is not None:
             with clock("broadcast"):
                 self._sent.publish(version, lambda: None)
-        return moved
+        return True
 
     def check(self) -> None:
         super().check()

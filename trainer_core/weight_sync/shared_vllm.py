@@ -109,6 +109,12 @@ class SingleCopy(WeightSync):
         return manifest, info
 
     def _publish(self, version: int, write: Callable[[], None], clock: Phases) -> bool:
+        self._pause_and_write(write, clock)
+        with clock("resume"):
+            self._resume(version)
+        return True
+
+    def _pause_and_write(self, write: Callable[[], None], clock: Phases) -> None:
         wait_s, in_flight = self.config.in_flight_timeout, self.config.in_flight
         with clock("pause"):
             self._pause(dirty=True, lease_s=LEASE_S, in_flight=in_flight, wait_s=wait_s)
@@ -116,9 +122,9 @@ class SingleCopy(WeightSync):
             write()
         with clock("device_sync"):
             self._settle(self._model)
-        with clock("resume"):
-            self.world.share(lambda: self.engine.resume(version))
-        return True
+
+    def _resume(self, version: int) -> None:
+        self.world.share(lambda: self.engine.resume(version))
 
     def _pause(self, **how: Any) -> None:
         self.world.share(lambda: self.engine.pause(**how))

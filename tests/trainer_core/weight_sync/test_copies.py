@@ -69,19 +69,25 @@ def test_each_version_is_copied_while_the_server_is_paused(
     sync.close()
 
 
-def test_all_servers_are_paused_at_once(
-    engine: Engine, beside: Engine, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["pause", "resume"])
+def test_all_servers_pause_and_resume_at_once(
+    engine: Engine,
+    beside: Engine,
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
 ) -> None:
-    """A pause waits for the engine's step under way."""
+    """A pause waits for the engine's step under way, and a resume for a busy server."""
     sync = sync_of(engine, beside, base, tmp_path)
     sync.attach(Start())
-    meeting, pause = threading.Barrier(2, timeout=20), ServerClient.pause
+    meeting, one = threading.Barrier(2, timeout=20), getattr(ServerClient, what)
 
-    def both(self: ServerClient, **how: Any) -> Any:
+    def both(self: ServerClient, *args: Any, **how: Any) -> Any:
         meeting.wait()
-        return pause(self, **how)
+        return one(self, *args, **how)
 
-    monkeypatch.setattr(ServerClient, "pause", both)
+    monkeypatch.setattr(ServerClient, what, both)
     sync.publish(1, lambda: None)
     assert (engine.version, beside.version) == (1, 1) and not beside.paused
     sync.close()
@@ -121,6 +127,7 @@ def test_a_server_that_has_ended_is_not_written_to_and_no_step_is_lost(
     with pytest.raises(EngineGone, match="has ended"):
         sync.publish(1, write)
     assert all(torch.equal(tensor, before[name]) for name, tensor in beside.tensors.items())
+    assert engine.version == 1 and not engine.paused
     # The first server lives, so its memory still has the step.
     assert sync.let_go({}) == ""
     engine.tensors["model.norm.weight"].zero_()
