@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import copy
 import json
+import math
 import os
 import signal
 import socket
@@ -328,7 +329,12 @@ def test_a_write_from_another_process_changes_the_answers_cached_prefix_included
     )
 
 
-def test_each_completion_knows_its_versions_even_across_a_publish(server: Server) -> None:
+def test_each_completion_knows_its_versions_even_across_a_publish(
+    server: Server, reference: Any
+) -> None:
+    """With a norm of zeros all logits are equal, so each logprob tells which weights made it."""
+    norm = mapped(server.manifest(), "model.norm.weight")
+    true = norm.clone()
     server.publish(5)
     plain = server.generate(prompt=PROMPT, n=2, max_tokens=4, ignore_eos=True)
     assert plain["weight_versions"] == [[5, 5], [5, 5]]
@@ -337,7 +343,6 @@ def test_each_completion_knows_its_versions_even_across_a_publish(server: Server
         async with httpx.AsyncClient(timeout=60) as http:
             body = {"prompt": PROMPT, "n": 48, "max_tokens": 240, "ignore_eos": True}
             for _ in range(5):  # a request may be over before a busy machine has seen it run
-                begun = await asyncio.to_thread(metric, server, "vllm:generation_tokens_total")
                 running = asyncio.create_task(http.post(server.url + "/generate", json=body))
                 while not running.done() and not await asyncio.to_thread(requests_running, server):
                     await asyncio.sleep(0.02)
@@ -346,29 +351,36 @@ def test_each_completion_knows_its_versions_even_across_a_publish(server: Server
                 ).status_code == 200
                 await asyncio.sleep(0.3)  # what was done before the pause arrives
                 frozen = not running.done()
-                made = await asyncio.to_thread(metric, server, "vllm:generation_tokens_total")
                 await asyncio.sleep(0.3)
                 assert running.done() != frozen, "frozen requests must not finish"
+                if frozen:
+                    norm.zero_()
                 await asyncio.to_thread(
                     server.post, "/bridge/resume", {"weight_version": 6 if frozen else 5}
                 )
                 answer = await running
                 assert answer.status_code == 200, answer.text
                 if frozen:
-                    return answer.json() | {"before": made - begun}
+                    return answer.json()
             raise AssertionError("no request was caught in flight")
 
-    crossed = asyncio.run(across())
+    try:
+        crossed = asyncio.run(across())
+    finally:
+        server.publish(7, lambda: norm.copy_(true))
     assert all(len(tokens) == 240 for tokens in crossed["token_ids"]), "frozen requests survive"
     assert [5, 6] in crossed["weight_versions"]
-    runs = [run for completion in crossed["token_versions"] for run in completion]
-    assert sum(tokens for _, tokens in runs) == 48 * 240
-    assert sum(tokens for version, tokens in runs if version == 5) == crossed["before"]
+    uniform = -math.log(reference.config.vocab_size)
+    for runs, rows in zip(crossed["token_versions"], crossed["logprobs"], strict=True):
+        by_weights = [
+            6 if abs(logprob - uniform) < 1e-4 else 5 for (row,) in rows for logprob in row.values()
+        ]
+        assert [version for version, tokens in runs for _ in range(tokens)] == by_weights
     asked = digests(plain) + digests(crossed) + ["0" * 32]
     found = server.post("/bridge/versions", {"digests": asked}).json()["versions"]
     assert found == plain["weight_versions"] + crossed["weight_versions"] + [None]
     stamp = json.loads((server.bridge_dir / "state.json").read_text())
-    assert stamp == {"instance_id": server.manifest().instance_id, "weight_version": 6}
+    assert stamp == {"instance_id": server.manifest().instance_id, "weight_version": 7}
 
 
 def test_a_client_that_leaves_cancels_its_request(server: Server) -> None:
