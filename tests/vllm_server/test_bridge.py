@@ -37,7 +37,7 @@ class RecordingEngine:
         self.drained = asyncio.Event()
         """Nothing is in flight any more."""
         self.made: list[dict[str, int]] = [{}]
-        """Of each engine process: tokens of its unfinished requests."""
+        """Tokens of the unfinished requests, for each engine process."""
         self.renderer: Any = SimpleNamespace(clear_mm_cache_async=lambda: asyncio.sleep(0))
         self.output_processor: Any = SimpleNamespace(request_states={})
         self.engine_core: Any = SimpleNamespace(
