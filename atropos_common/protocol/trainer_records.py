@@ -389,7 +389,7 @@ class TimingRecord(TrainerRecord):
     engine_idle_fraction: Number | None = None
     """Share of the time without a completion request."""
     engine_capacity_used: Number | None = None
-    """Token rate over the engines' largest, 0 to 1."""
+    """Token rate over the engines' largest, an estimate; above 1 in single steps."""
     accepted_tokens_per_s: Number | None = None
     """Generated tokens that entered an update with a gradient, per second of the step."""
     generated_tokens: int | None = None

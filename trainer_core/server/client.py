@@ -295,8 +295,9 @@ def _capacity_share(pairs: Sequence[tuple[BridgeInfo, BridgeInfo]], seconds: flo
         if now.capacity_tokens_per_s and before is not None and after is not None:
             tokens += after - before
             ceiling += now.capacity_tokens_per_s
-    # The maximum is an estimate, so real speed may exceed it.
-    return min(1.0, tokens / seconds / ceiling) if ceiling else None
+    # May exceed 1: tokens arrive in groups, and the ceiling is an estimate. A limit for each step
+    # would lower the mean over steps.
+    return tokens / seconds / ceiling if ceiling else None
 
 
 def _generated(

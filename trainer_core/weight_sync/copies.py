@@ -49,6 +49,8 @@ class Copies:
         self.config, self.device, self.stop = config, device, stop
         self.paths = [Path(path) for path in config.copy_config_paths or []]
         self._source: Tensors = {}
+        self._owner: psutil.Process | None = None
+        """The first server, whose memory `_source` is."""
         self._copies: list[_Copy] = []
         self._supervisor = supervised(config, stop)
         self._threads = ThreadPoolExecutor(max(1, len(self.paths)), "publish")
@@ -57,21 +59,22 @@ class Copies:
     def engines(self) -> list[ServerClient]:
         return [each.engine for each in self._copies]
 
-    def feed(self, source: Tensors, version: int) -> None:
+    def feed(self, source: Tensors, version: int, owner: psutil.Process | None) -> None:
         """Wait for each server, map its parameters, and write `source` into them.
+
+        Args:
+            owner: process whose memory `source` is.
 
         Raises:
             ManifestError: no usable manifest within `engine_timeout`, or another model.
             UsageError: a tensor-parallel server.
         """
-        self._source = source
+        self._source, self._owner = source, owner
         for path in self.paths:
             copy = self._map(path)
             self._copies.append(copy)
             self._pause(copy, "keep")
-            self._write(copy)
-            self._synchronize()
-            self._resume(copy, version)
+            self._write(copy, version)
             print(f"✓ {copy.engine.base_url} has a copy of the weights, version {version}")
 
     def pause(self) -> list[Future[None]]:
@@ -80,19 +83,15 @@ class Copies:
         return [self._threads.submit(self._pause, copy, how) for copy in self._copies]
 
     def publish(self, version: int, pauses: list[Future[None]]) -> list[Future[None]]:
-        """Write the present weights into each server once its pause has begun.
+        """Begin to write the present weights into each server once it is paused, and to resume it.
 
-        Return the servers' resumes, which have begun: the first server resumes meanwhile.
-
-        Raises:
-            EngineGone: one has ended, or does not answer.
+        The first server resumes meanwhile. A result raises `EngineGone` if its server has ended or
+        does not answer.
         """
-        for paused in pauses:
-            paused.result()
-        for copy in self._copies:
-            self._write(copy)
-        self._synchronize()
-        return [self._threads.submit(self._resume, copy, version) for copy in self._copies]
+        return [
+            self._threads.submit(self._update, copy, version, paused)
+            for copy, paused in zip(self._copies, pauses, strict=True)
+        ]
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)
@@ -132,21 +131,23 @@ class Copies:
         wait_s = self.config.in_flight_timeout
         copy.engine.pause(dirty=True, lease_s=LEASE_S, in_flight=in_flight, wait_s=wait_s)
 
+    def _update(self, copy: _Copy, version: int, paused: Future[None]) -> None:
+        paused.result()
+        self._write(copy, version)
+
     @torch.no_grad()
-    def _write(self, copy: _Copy) -> None:
-        # Writing into a dead process's memory would make every later use of the GPU fail.
+    def _write(self, copy: _Copy, version: int) -> None:
+        # Using a dead process's memory would make every later use of the GPU fail.
         if has_ended(copy.process):
             raise EngineGone(f"{_name(copy)} has ended")
+        if self._owner is not None and has_ended(self._owner):
+            raise EngineGone(f"the first server (pid {self._owner.pid}) has ended")
         names = list(copy.tensors)
         torch._foreach_copy_(
             [copy.tensors[name] for name in names], [self._source[name] for name in names]
         )
-
-    def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    def _resume(self, copy: _Copy, version: int) -> None:
         copy.engine.resume(version)
 
 

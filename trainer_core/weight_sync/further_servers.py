@@ -42,7 +42,7 @@ class SingleCopyAndOthers(SingleCopy):
                 "broadcast with GPUs of the trainer's own"
             )
         model = super().attach(start)
-        self._copies.feed(self.tensors, start.version)
+        self._copies.feed(self.tensors, start.version, self._process)
         self.engines += self._copies.engines
         if self._sent is not None:
             self._sent.feed(model, start.version)
@@ -56,17 +56,15 @@ class SingleCopyAndOthers(SingleCopy):
     def _publish(self, version: int, write: Callable[[], None], clock: Phases) -> bool:
         # With `overlap_publish` the version before is still read from these weights.
         self.settle()
-        pauses, resumes = self._copies.pause(), []
+        pauses = self._copies.pause()
         self._pause_and_write(write, clock)
-        try:
-            if self._copies.paths:
-                with clock("copy"):
-                    resumes = self._copies.publish(version, pauses)
-        finally:  # the first server's weights are complete, whatever became of the others
-            with clock("resume"):
-                self._resume(version)
-                for resumed in resumes:
-                    resumed.result()
+        updates = self._copies.publish(version, pauses)
+        with clock("resume"):
+            self._resume(version)
+        if updates:
+            with clock("copy"):
+                for update in updates:
+                    update.result()
         if self._sent is not None:
             with clock("broadcast"):
                 self._sent.publish(version, lambda: None)
