@@ -131,15 +131,13 @@ class QueueSlots:
         """Return the number of groups to have in flight, spare groups included.
 
         Args:
-            most: limit of unfinished groups; None: no limit, and few spare groups.
+            most: limit of unfinished groups; None: no limit.
         """
         made = sum(group.made for group in self._groups)
-        if most is not None:
-            # The limit also bounds the waste by spare groups.
-            return made + min(most, enough(self.open_slots - made, self.flat_share))
         # Spare groups fill the last slots of a batch. With several batches ahead most of them would
         # be wasted: a new group replaces a flat one while the trainer takes other batches.
-        return made + enough(self.open_slots - made, self.flat_share if self._ahead <= 1 else 0.0)
+        wanted = enough(self.open_slots - made, self.flat_share if self._ahead <= 1 else 0.0)
+        return made + (wanted if most is None else min(most, wanted))
 
     # Groups get slots in the order of their starts: by order of completion, training would favour
     # short answers. So a finished spare group waits until a group with a slot is flat or fails.

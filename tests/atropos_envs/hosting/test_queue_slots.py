@@ -103,9 +103,10 @@ async def test_with_several_batches_ahead_no_spare_group_begins() -> None:
         _looked(places, ahead=ahead)
         for flat in (True, False) * 20:
             places.count_result(flat=flat)
-        wanted[ahead] = (places.wanted(), places.open_slots)
-    assert wanted[1][0] > wanted[1][1] == 2
-    assert wanted[4] == (8, 8)
+        wanted[ahead] = (places.wanted(), places.wanted(most=20), places.open_slots)
+    assert wanted[1][0] == wanted[1][1] > wanted[1][2] == 2
+    assert wanted[4] == (8, 8, 8)
+    assert places.wanted(most=5) == 5
 
 
 async def test_what_run_api_says_while_groups_are_on_their_way_does_not_move_what_is_known() -> (
