@@ -223,20 +223,7 @@ async def measure(
         answers = make_tokenizer(place / "model")
         api_port, engine_port = free_ports(2)
         api, engine = f"http://127.0.0.1:{api_port}", f"http://127.0.0.1:{engine_port}"
-        env = os.environ | {
-            "PYTHONPATH": str(root),
-            "HF_HUB_OFFLINE": "1",
-            "ATROPOS_RUN_DIR": str(place / "run"),
-        }
-        env |= {
-            "ATROPOS_COMPONENT": "sums",
-            "ATROPOS_REFILL": str(int(refill)),
-            "OMP_NUM_THREADS": "1",
-        }
-        env["TOKENIZERS_PARALLELISM"] = "false"
-        if asked.in_flight:
-            env |= {ENV_CONCURRENCY: str(asked.in_flight), ENV_AHEAD: str(asked.ahead)}
-            env[ENV_ENGINE_URLS] = engine
+        env = _variables(asked, root, place / "run", engine, refill)
         (place / "run").mkdir()
         stand_in = [
             "-m",
@@ -299,6 +286,25 @@ async def measure(
                 part.close()
 
 
+def _variables(
+    asked: argparse.Namespace, root: Path, run: Path, engine: str, refill: bool
+) -> dict[str, str]:
+    """The environment variables of the environment's process."""
+    env = os.environ | {
+        "PYTHONPATH": str(root),
+        "HF_HUB_OFFLINE": "1",
+        "ATROPOS_RUN_DIR": str(run),
+        "ATROPOS_COMPONENT": "sums",
+        "ATROPOS_REFILL": str(int(refill)),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if asked.in_flight:
+        env[ENV_CONCURRENCY], env[ENV_AHEAD] = str(asked.in_flight), str(asked.ahead)
+        env[ENV_ENGINE_URLS] = engine
+    return env
+
+
 async def _measured(
     asked: argparse.Namespace,
     name: str,
@@ -352,7 +358,7 @@ def row(rate: Rate) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.env_rate", description=(__doc__ or "").split("\n")[0]
     )
@@ -385,7 +391,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--answers", type=json.loads, help=argparse.SUPPRESS)
-    asked = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    asked = _parser().parse_args(argv)
     if asked.serve:
         serve_engine(
             asked.serve,
