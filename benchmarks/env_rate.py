@@ -2,8 +2,8 @@
 
     python -m benchmarks.env_rate [--flat 0 0.5 0.8] [--step-ms 220] [--against FOLDER]
         [--json FILE]
-    python -m benchmarks.env_rate --in-flight 950 --ahead 8 --latency-ms 700 --spread 0.5
-        --step-ms 110 --against FOLDER
+    python -m benchmarks.env_rate --in-flight 1250 --ahead 8 --latency-ms 1500 --spread 0.5
+        --sequences 4096 --workers 256 --flat 0.45 0.8 --seconds 10 --against FOLDER
 
 The sums environment (`atropos_envs.sums_server`) and run-api as they are, each in its process. The
 engine is a stand-in that answers every request after `--latency-ms`, at most `--sequences`
@@ -88,18 +88,12 @@ def make_tokenizer(folder: Path) -> dict[str, list[int]]:
     return {text: [*tokenizer.encode(text)[:4], tokenizer.eos_token_id] for text in (WORSE, BETTER)}
 
 
-def serve_engine(
-    port: int,
-    answers: dict[str, list[int]],
-    latency_s: float,
-    spread: float,
-    sequences: int,
-    flat: float,
-) -> None:
+def serve_engine(asked: argparse.Namespace) -> None:
     """The stand-in for an engine, in a process of its own."""
     from aiohttp import web
 
-    dice, version, places = random.Random(0), 0, asyncio.Semaphore(sequences)
+    latency_s, spread, flat = asked.latency_ms / 1e3, asked.spread, asked.flat[0]
+    dice, version, places = random.Random(0), 0, asyncio.Semaphore(asked.sequences)
 
     async def generate(request: web.Request) -> web.Response:
         body, seen = await request.json(), version
@@ -110,7 +104,7 @@ def serve_engine(
         for _ in range(n):
             places.release()
         good = 0 if dice.random() < flat else dice.randrange(1, n) if n > 1 else 0
-        chosen = [answers[BETTER if at < good else WORSE] for at in range(n)]
+        chosen = [asked.answers[BETTER if at < good else WORSE] for at in range(n)]
         return web.json_response(
             {
                 "token_ids": chosen,
@@ -136,7 +130,7 @@ def serve_engine(
             web.get("/v1/models", models),
         ]
     )
-    web.run_app(app, host="127.0.0.1", port=port, print=None)
+    web.run_app(app, host="127.0.0.1", port=asked.serve, print=None)
 
 
 class Consumer:
@@ -225,24 +219,15 @@ async def measure(
         api, engine = f"http://127.0.0.1:{api_port}", f"http://127.0.0.1:{engine_port}"
         env = _variables(asked, root, place / "run", engine, refill)
         (place / "run").mkdir()
-        stand_in = [
-            "-m",
-            "benchmarks.env_rate",
-            "--serve",
-            str(engine_port),
-            "--answers",
-            json.dumps(answers),
-        ]
-        settings = [
-            "--flat",
-            str(flat),
-            "--latency-ms",
-            str(asked.latency_ms),
-            "--spread",
-            str(asked.spread),
-            "--sequences",
-            str(asked.sequences),
-        ]
+        engine_flags = {
+            "serve": engine_port,
+            "answers": json.dumps(answers),
+            "flat": flat,
+            "latency-ms": asked.latency_ms,
+            "spread": asked.spread,
+            "sequences": asked.sequences,
+        }
+        stand_in = ["-m", "benchmarks.env_rate", *_words(engine_flags)]
         flags = {
             "slurm": "false",
             "env.tokenizer_name": place / "model",
@@ -255,19 +240,13 @@ async def measure(
             "env.max_num_workers": asked.workers or asked.sequences // asked.group,
         }
         # Without -P, Python would import from the present folder, not from `root`.
-        serve = [
-            "-P",
-            "-m",
-            "atropos_envs.sums_server",
-            "serve",
-            *(w for k, v in flags.items() for w in (f"--{k}", str(v))),
-        ]
+        serve = ["-P", "-m", "atropos_envs.sums_server", "serve", *_words(flags)]
         ours = env | {"PYTHONPATH": str(ROOT)}
         parts = [
             Process(
                 place / "api", ["-m", "atropos_api", "--port", str(api_port)], ours, talks=False
             ),
-            Process(place / "engine", [*stand_in, *settings], ours, talks=False),
+            Process(place / "engine", stand_in, ours, talks=False),
         ]
         try:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=READY_S)) as http:
@@ -284,6 +263,10 @@ async def measure(
         finally:
             for part in parts:
                 part.close()
+
+
+def _words(flags: dict[str, Any]) -> list[str]:
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
 def _variables(
@@ -397,14 +380,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     asked = _parser().parse_args(argv)
     if asked.serve:
-        serve_engine(
-            asked.serve,
-            asked.answers,
-            asked.latency_ms / 1e3,
-            asked.spread,
-            asked.sequences,
-            asked.flat[0],
-        )
+        serve_engine(asked)
         return 0
     runs = [("before", asked.against.resolve(), True)] if asked.against else []
     runs += [("refill = false", ROOT, False), ("refill = true", ROOT, True)]

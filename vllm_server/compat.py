@@ -295,7 +295,7 @@ def adapters_in_flight(engine: Any) -> set[str]:
 
 
 async def tokens_in_flight(engine: Any) -> dict[str, int]:
-    """Return the tokens that each unfinished request of a paused engine has so far."""
+    """Return the tokens that each unfinished request has so far, held ones included."""
     made = await engine.engine_core.call_utility_all_async(TOKENS_MADE)  # of each engine
     states = engine.output_processor.request_states
     return {

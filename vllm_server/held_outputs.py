@@ -101,7 +101,7 @@ def _may_wait(request: Any) -> bool:
 
 @cache
 def register_held_outputs() -> None:
-    """Let vLLM's schedulers in this process hold outputs back."""
+    """Let vLLM's schedulers in this process hold outputs back, and tell the tokens made."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.engine.core import EngineCoreProc

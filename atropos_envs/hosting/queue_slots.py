@@ -1,6 +1,6 @@
 """Queue slots in run-api: which groups may be sent, and how many spare groups to start.
 
-A flat group is not sent, so more groups are started than there are slots.
+A flat group is not sent, so with one batch ahead more groups are started than there are slots.
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ class QueueSlots:
                 group.decide(True)
                 owners += 1
         without = [each for each in self._groups if not each.has_slot]
-        # With several batches ahead most spare groups get a slot in time.
+        # With several batches ahead a group lacks a slot only if others have filled the queue, and
+        # mostly gets one in time.
         full = self.open_slots <= 0 and self._ahead <= 1
         late = [each for each in without if full or not self._in_time(each)]
         # The caller cancels their rollouts and uses their items again.

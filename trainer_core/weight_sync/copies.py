@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,8 +49,7 @@ class Copies:
         self.config, self.device, self.stop = config, device, stop
         self.paths = [Path(path) for path in config.copy_config_paths or []]
         self._source: Tensors = {}
-        self._owner: psutil.Process | None = None
-        """The first server, whose memory `_source` is."""
+        self._check_source: Callable[[], None] = lambda: None
         self._copies: list[_Copy] = []
         self._supervisor = supervised(config, stop)
         self._threads = ThreadPoolExecutor(max(1, len(self.paths)), "publish")
@@ -59,17 +58,17 @@ class Copies:
     def engines(self) -> list[ServerClient]:
         return [each.engine for each in self._copies]
 
-    def feed(self, source: Tensors, version: int, owner: psutil.Process | None) -> None:
+    def feed(self, source: Tensors, version: int, check_source: Callable[[], None]) -> None:
         """Wait for each server, map its parameters, and write `source` into them.
 
         Args:
-            owner: process whose memory `source` is.
+            check_source: raises `EngineGone` if the process with the memory of `source` has ended.
 
         Raises:
             ManifestError: no usable manifest within `engine_timeout`, or another model.
             UsageError: a tensor-parallel server.
         """
-        self._source, self._owner = source, owner
+        self._source, self._check_source = source, check_source
         for path in self.paths:
             copy = self._map(path)
             self._copies.append(copy)
@@ -140,8 +139,7 @@ class Copies:
         # Using a dead process's memory would make every later use of the GPU fail.
         if has_ended(copy.process):
             raise EngineGone(f"{_name(copy)} has ended")
-        if self._owner is not None and has_ended(self._owner):
-            raise EngineGone(f"the first server (pid {self._owner.pid}) has ended")
+        self._check_source()
         names = list(copy.tensors)
         torch._foreach_copy_(
             [copy.tensors[name] for name in names], [self._source[name] for name in names]

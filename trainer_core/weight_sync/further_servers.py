@@ -42,7 +42,7 @@ class SingleCopyAndOthers(SingleCopy):
                 "broadcast with GPUs of the trainer's own"
             )
         model = super().attach(start)
-        self._copies.feed(self.tensors, start.version, self._process)
+        self._copies.feed(self.tensors, start.version, super().check)
         self.engines += self._copies.engines
         if self._sent is not None:
             self._sent.feed(model, start.version)
