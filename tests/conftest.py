@@ -58,6 +58,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the first failure of each test that a second try passed: without it a race that shows
+    once in twenty runs stays unknown."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.section(f"first try of {report.nodeid}")
+        terminalreporter._outrep_summary(report)
+
+
 def _remove(folder: Path, owner: int) -> None:
     if os.getpid() == owner:  # a forked process has the same functions to call
         shutil.rmtree(folder, ignore_errors=True)
