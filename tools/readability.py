@@ -44,7 +44,6 @@ LONGER = {
     "tests/atropos_tui/profile/test_plan.py": 1140,
     "tests/trainer_core/weight_sync/test_broadcast.py": 745,
     "trainer_core/config.py": 850,
-    "trainer_core/loop.py": 850,
     "trainer_core/optimization/optimizers.py": 720,
     # functions
     "atropos_common/models/model_math.py:activation_bytes": 70,

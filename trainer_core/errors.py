@@ -7,6 +7,17 @@ from difflib import get_close_matches
 
 from atropos_common.system.run_dir import GAVE_UP_CODE, NO_UPDATE_CODE
 
+OUT_OF_MEMORY = """{error}
+The trainer does not fit into the GPU's memory. Ways out, the cheapest first:
+  --gradient-checkpointing on, or --pack-tokens below {tokens}: fewer activations, the same gradient
+  --master-weights kahan or stochastic, --optimizer adamw_8bit or adafactor: less state
+  --optimizer-offload true, --activation-offload true: into the host's memory
+  --gradient-dtype bfloat16: half the gradients
+  a lower --gpu-memory-utilization of the server (vllm.gpu_memory_utilization in a profile)
+  --context-parallel 2 on several GPUs: each computes a part of every row
+  --train-layer-indices for the upper layers alone, or a shorter --seq-len
+  another GPU, or a smaller model"""
+
 
 class TrainerError(Exception):
     """The run cannot go on; the message holds the fix. No traceback."""
@@ -39,7 +50,10 @@ class TooMuchLeftOut(GaveUpError):
 
 
 class MemoryFullError(TrainerError):
-    """The training does not fit into GPU memory."""
+    """The training does not fit into GPU memory; `tokens` is the most of one pass."""
+
+    def __init__(self, error: BaseException, tokens: int) -> None:
+        super().__init__(OUT_OF_MEMORY.format(error=error, tokens=tokens))
 
 
 class DiskFull(TrainerError):

@@ -10,33 +10,24 @@ and callbacks.
 
 from __future__ import annotations
 
-import math
-import os
-import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from atropos_common.protocol.bridge import ROUTING_FLAG
 from atropos_common.protocol.stages import ATTACHED, reach
-from atropos_common.protocol.trainer_records import (
-    BenchmarkRecord,
-    CheckpointRecord,
-    SyncRecord,
-)
+from atropos_common.protocol.trainer_records import BenchmarkRecord, CheckpointRecord, SyncRecord
 from atropos_common.system.run_dir import RunDir
-from trainer_core.checkpoints import checkpoint, state
+from trainer_core.checkpoints import checkpoint
 from trainer_core.checkpoints.companions import read_companions
 from trainer_core.checkpoints.saving import Saver
-from trainer_core.config import TrainingConfig, sharding_contradictions, validate
+from trainer_core.config import TrainingConfig, sharding_contradictions
 from trainer_core.ending import StopConditions, Updates
 from trainer_core.errors import (
     EngineGone,
@@ -53,24 +44,28 @@ from trainer_core.objective.alignment import Alignment, AlignmentGate, ProbeDiff
 from trainer_core.objective.loss import Formula, balance_coefficient
 from trainer_core.objective.registry import Objective, objective_hint, own_loss
 from trainer_core.optimization.minibatches import Minibatches, merged
-from trainer_core.optimization.optimizers import Stepper, for_device
+from trainer_core.optimization.optimizers import for_device
 from trainer_core.optimization.step import StepOutcome, accumulate
 from trainer_core.policy.kernel_choice import use_attention
-from trainer_core.policy.load import dtype_of, end_tokens, load_config, train_only
-from trainer_core.policy.logprobs import compile_scores, use_head
+from trainer_core.policy.load import end_tokens, train_only
+from trainer_core.policy.logprobs import use_head
 from trainer_core.policy.proof import prove
 from trainer_core.policy.reference import Reference
 from trainer_core.policy.routing import replay_in
 from trainer_core.policy.sharding import compute_dtype
-from trainer_core.policy.speed import (
-    compile_layers,
-    compiles,
-    use_checkpointing,
-    use_cores,
-    use_memory,
+from trainer_core.policy.speed import use_cores, use_memory
+from trainer_core.preparation import (
+    compile_scoring,
+    device_of,
+    joined_world,
+    make_stepper,
+    open_source,
+    require_recording,
+    restored_process_state,
+    seed_all,
+    with_rollouts,
 )
 from trainer_core.probe import LogprobProbe, explain
-from trainer_core.ranks.group import join
 from trainer_core.ranks.world import ALONE, SEEN_S, World, speaks_for_node
 from trainer_core.report import (
     BenchmarkTotals,
@@ -87,7 +82,7 @@ from trainer_core.report import (
 )
 from trainer_core.rollouts.asking import MissingAsker, RouterShape, RoutingAsker
 from trainer_core.rollouts.batch import Baselines
-from trainer_core.rollouts.client import RolloutSource, RunApi, open_api
+from trainer_core.rollouts.client import RolloutSource
 from trainer_core.rollouts.compared import TOKENS, EarlierLogprobs, spread_out
 from trainer_core.rollouts.packing import PackedRow
 from trainer_core.rollouts.recorded import (
@@ -95,27 +90,13 @@ from trainer_core.rollouts.recorded import (
     RecordedLags,
     RecordedRollouts,
     Recorder,
-    open_rollouts,
 )
 from trainer_core.rollouts.samples import Samples, TextReader, sampled
-from trainer_core.rollouts.source import BatchSource, LagMeter, Lags, OwnSource, oldest_lag
+from trainer_core.rollouts.source import BatchSource, LagMeter, Lags, oldest_lag
 from trainer_core.server.client import EngineMeter
 from trainer_core.telemetry import Trackers, open_telemetry
 from trainer_core.weight_sync.base import Start, SyncReport, make_sync
 
-OUT_OF_MEMORY = """{error}
-The trainer does not fit into the GPU's memory. Ways out, the cheapest first:
-  --gradient-checkpointing on, or --pack-tokens below {tokens}: fewer activations, the same gradient
-  --master-weights kahan or stochastic, --optimizer adamw_8bit or adafactor: less state
-  --optimizer-offload true, --activation-offload true: into the host's memory
-  --gradient-dtype bfloat16: half the gradients
-  a lower --gpu-memory-utilization of the server (vllm.gpu_memory_utilization in a profile)
-  --context-parallel 2 on several GPUs: each computes a part of every row
-  --train-layer-indices for the upper layers alone, or a shorter --seq-len
-  another GPU, or a smaller model"""
-
-# Ranks reach a pass at different times while one compiles or loads its model.
-COLLECTIVE_S = 600.0
 # A server may end seconds after its engine.
 DYING_S = 5.0
 
@@ -151,22 +132,22 @@ def train(
         Stopped: stopped before the first step.
     """
     stop = stop or threading.Event()
-    config = _offline(config, rollouts).in_run_dir(RunDir.from_env())
+    config = with_rollouts(config, rollouts).in_run_dir(RunDir.from_env())
     with ExitStack() as opened:
-        opened.enter_context(_restored_process_state())
-        world = opened.enter_context(_world(config, stop))
+        opened.enter_context(restored_process_state())
+        world = opened.enter_context(joined_world(config, stop))
         if problems := sharding_contradictions(config, world.size):
             raise UsageError("\n".join(problems))
         # Before the model is loaded, whose sharding depends on it.
         world.split(config.context_parallel)
         # Rank 0 reads the disk, so that all ranks start from the same checkpoint.
         start = world.share(lambda: start or checkpoint.starting_point(config))
-        device = _device(config)
+        device = device_of(config)
         config = for_device(config, device)
         print(checkpoint.describe(start, config))
         if hint := objective_hint(config):
             print(f"[NOTE] {hint}")
-        source = world.first(lambda: _open_source(config, api or rollouts, start.step, stop))
+        source = world.first(lambda: open_source(config, api or rollouts, start.step, stop))
         # `first` leaves the source on rank 0; other ranks get None.
         if source is not None:
             opened.callback(source.close)
@@ -191,9 +172,7 @@ def train(
                 raise
             return run.to_the_end()
         except torch.OutOfMemoryError as error:
-            raise MemoryFullError(
-                OUT_OF_MEMORY.format(error=error, tokens=config.tokens_per_pass)
-            ) from None
+            raise MemoryFullError(error, config.tokens_per_pass) from None
 
 
 class Run:
@@ -254,7 +233,7 @@ class Run:
         # 4. Optimizer and checkpoints, over the parameters that are trained now.
         # Before the first update: the reference is the policy as it was at the run's start.
         self.reference = self._reference(start) if config.ref_kl_coef else None
-        self.stepper = _stepper(
+        self.stepper = make_stepper(
             self.model, config, self.device, start.path if start.exact else None, world
         )
         self.saver = self._saver(start.step)
@@ -296,12 +275,12 @@ class Run:
         """Attach the policy and prepare it. Each call takes the model as the one before left it."""
         config = self.config
         # Before the model: a new LoRA adapter is initialised at random, equally on all ranks.
-        _seed(config.seed)
+        seed_all(config.seed)
         # While the server starts, for which `attach` waits.
         self.world.first(lambda: read_companions(config.model_name))
         if self.device.type == "cuda":
             with suppress(Exception):  # `prove` meets the same error, and says what it means
-                _compile(config, self.device)
+                compile_scoring(config, self.device)
         model = self.sync.attach(Start(start.path, start.version))
         # Before the optimizer, which takes the parameters that require a gradient.
         train_only(model, config.train_layer_indices)
@@ -310,7 +289,7 @@ class Run:
         use_head(model, config.head_dtype)
         print(f"Attention: {use_attention(model, config.attention_kernel)}")
         routers = replay_in(model) if config.routing_replay else None
-        self.world.share(self._require_recording)
+        self.world.share(lambda: require_recording(config, self.sync.engines))
         return model, routers
 
     def _reference(self, start: checkpoint.StartingPoint) -> Reference:
@@ -372,15 +351,6 @@ class Run:
             baselines=Baselines(start.progress.get("baselines")),
             position=api.position if isinstance(api, RecordedRollouts) else lambda: None,
         )
-
-    def _require_recording(self) -> None:
-        for engine in self.sync.engines if self.config.routing_replay else ():
-            with suppress(EngineGone):  # the publish finds that out
-                if not engine.info().records_routing:
-                    raise UsageError(
-                        f"--routing-replay: the server at {engine.base_url} does not record expert "
-                        f"choices: start it with --{ROUTING_FLAG}, or leave out --routing-replay"
-                    )
 
     def _routing_asker(self, routers: RouterShape | None) -> RoutingAsker | None:
         return (
@@ -727,121 +697,3 @@ class Run:
         )
         print(f"Saved {saved.path.name} ({saved.bytes / 1e6:.1f} MB, {saved.seconds:.2f} s)")
         self.callbacks.tell("on_checkpoint", saved)
-
-
-@contextmanager
-def _world(config: TrainingConfig, stop: threading.Event) -> Iterator[World]:
-    # Only rank 0 prints: the others would print the same.
-    world = join(_device(config), COLLECTIVE_S, stop)
-    with ExitStack() as silent:
-        if world.rank:
-            silent.enter_context(redirect_stdout(silent.enter_context(Path(os.devnull).open("w"))))
-        try:
-            yield world
-        except BaseException as error:
-            world.close(error)
-            raise
-        world.close()
-
-
-def _offline(
-    config: TrainingConfig, rollouts: str | Path | RolloutSource | Iterable[Any] | None
-) -> TrainingConfig:
-    """Return the configuration with `rollouts` set.
-
-    Raises:
-        UsageError: a setting needs a server.
-    """
-    if rollouts is None:
-        return config
-    name = str(rollouts) if isinstance(rollouts, (str, Path)) else type(rollouts).__name__
-    # Validated again: rollouts without a server exclude some settings.
-    changed, problems = validate(config.model_dump(exclude_unset=True) | {"rollouts": name})
-    if changed is None:
-        raise UsageError("\n".join(problems))
-    return changed
-
-
-def _open_source(
-    config: TrainingConfig,
-    given: str | Path | RolloutSource | Iterable[Any] | None,
-    step: int,
-    stop: threading.Event,
-) -> RolloutSource:
-    if given is not None and not isinstance(given, (str, Path)):
-        return given if isinstance(given, RunApi | RecordedRollouts) else OwnSource(given)
-    return open_api(config, step, stop) if config.rollouts is None else open_rollouts(config)
-
-
-@contextmanager
-def _restored_process_state() -> Iterator[None]:
-    places = list(sys.path)
-    generators = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = (
-        torch.cuda.get_rng_state_all()
-        if torch.cuda.is_available() and torch.cuda.is_initialized()
-        else []
-    )
-    threads, compiler = torch.get_num_threads(), sys.modules.get("torch._dynamo.config")
-    patience = getattr(compiler, "suppress_errors", False)
-    try:
-        yield
-    finally:
-        random.setstate(generators[0])
-        np.random.set_state(generators[1])
-        torch.set_rng_state(generators[2])
-        for index, state in enumerate(cuda):
-            torch.cuda.set_rng_state(state, index)
-        torch.set_num_threads(threads)
-        sys.path[:] = places
-        if (compiler := sys.modules.get("torch._dynamo.config")) is not None:
-            compiler.suppress_errors = patience  # type: ignore[attr-defined]
-
-
-def _stepper(
-    model: torch.nn.Module,
-    config: TrainingConfig,
-    device: torch.device,
-    weights: Path | None,
-    world: World,
-) -> Stepper:
-    stepper = Stepper(model, config, world)
-    if weights is not None:
-        state.restore(weights, stepper)
-    # The memory estimate of checkpointing depends on it; compilation itself comes last.
-    compiled = compiles(model, config.compile, device)
-    use_checkpointing(
-        model,
-        config.gradient_checkpointing,
-        device=device,
-        tokens=math.ceil(max(config.tokens_per_pass, config.seq_len) / config.context_parallel),
-        optimizer="" if config.optimizer_offload else config.optimizer,
-        offload=config.activation_offload,
-        gradient_bytes=4 if config.gradient_dtype == "float32" else 2,
-        compiled=compiled,
-        world=world,
-    )
-    if compiled:
-        compile_layers(model)
-    return stepper
-
-
-def _compile(config: TrainingConfig, device: torch.device) -> None:
-    shape = load_config(config.model_name, frozen=config.trains_adapters)
-    compile_scores(
-        shape, dtype_of(shape, config.dtype), device, wide=config.head_dtype == "float32"
-    )
-
-
-def _device(config: TrainingConfig) -> torch.device:
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if config.device.startswith("cuda") and not torch.cuda.is_available():
-        raise UsageError(f"--device {config.device}: torch sees no GPU here")
-    return torch.device(config.device)
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
