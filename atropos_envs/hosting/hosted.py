@@ -655,7 +655,8 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             whole = from_environment(os.environ, max(1, self.config.batch_size))
             beside = os.environ.get(ENV_BESIDE_TRAINER, "").split()
             on_one_gpu = [each.split(",") for each in os.environ.get(ENV_ON_ONE_GPU, "").split()]
-            if whole is not None:
+            # Without an engine's address there is no curve; the worker settings decide.
+            if whole is not None and self._loads.roots:
                 self.concurrency = Targets(whole, self._loads.roots, beside, on_one_gpu)
         reach(REGISTERED)
         log.info("registered as environment %d at step %d", self.env_id, self.curr_step)

@@ -395,3 +395,22 @@ async def test_a_client_of_something_else_that_fails_is_a_failure(
         monkeypatch.setenv("ATROPOS_ENGINE_URLS", url)
         env = await served(judge, lambda env: env.tally.failures.total() >= 2)
     assert "ClientConnectorError" in next(iter(env.tally.failures))
+
+
+async def test_a_target_without_an_engine_s_address_leaves_it_to_the_worker_settings(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started by hand with ATROPOS_CONCURRENCY alone, it kept one group in flight."""
+    monkeypatch.setenv("ATROPOS_CONCURRENCY", "64")
+    monkeypatch.delenv("ATROPOS_ENGINE_URLS", raising=False)
+    running, most = 0, 0
+
+    async def slow(item: int) -> Any:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.05)
+        running -= 1
+        return group()
+
+    await served(slow, lambda env: most > 1)
