@@ -36,8 +36,12 @@ from vllm_server.generate import ABORTED_AGAIN_S, sampled_logprobs
 from vllm_server.recorded import MASKS, PLAIN, CompletionLog
 from vllm_server.versions import TokensAt
 
-# Tokens of all rollouts; 12 bytes each. The rollout that was used longest ago goes first.
-MOST_TOKENS = 16_000_000
+# Bytes of all rollouts. The rollout that was used longest ago goes first.
+MOST_BYTES = 1 << 30
+# Bytes of a token: its number as an int of Python and in an array, and its logprob as a float.
+TOKEN_BYTES = 72
+# Bytes of a token of a prompt that a turn keeps, as vLLM's route encoded it and as it was answered.
+PROMPT_BYTES = 8
 # Earlier turns whose text is compared with a prompt; each comparison decodes both.
 MOST_COMPARED = 4
 # Tokens before a difference that are decoded with it: a token's text may depend on its neighbours.
@@ -103,7 +107,7 @@ class Conversation:
 
     def __init__(self) -> None:
         self.turns: list[RecordedTurn] = []
-        self.tokens = 0
+        self.bytes = 0
         self._paths: list[_Path] = []
 
     def begin(self, rendered: Sequence[int], tokenizer: Any) -> Prompt:
@@ -131,7 +135,7 @@ class Conversation:
             ids.extend(new)
         else:
             ids = prompt.ids + array("i", turn.token_ids)
-        self.tokens += len(new)
+        self.bytes += TOKEN_BYTES * len(new) + PROMPT_BYTES * len(prompt.ids)
         self._paths.append(_Path(ids, len(prompt.ids) + len(turn.token_ids), prompt))
         self.turns.append(turn)
 
@@ -363,7 +367,7 @@ class RolloutRecorder:
         # If the rollout was taken meanwhile, nobody asks for this turn.
         start.conversation.add(begun, turn)
         # The oldest rollouts give way.
-        while sum(each.tokens for each in self._conversations.values()) > MOST_TOKENS:
+        while sum(each.bytes for each in self._conversations.values()) > MOST_BYTES:
             self._conversations.popitem(last=False)
 
 

@@ -92,6 +92,8 @@ class RolloutProxy:
         self.connections = 0
         self.servers: dict[Server, None] = {}
         """Servers that answered a request, in this order."""
+        self.asked: set[Server] = set()
+        """Servers to which a request was sent."""
         self._client, self._options = client, dict(options)
         self._group = present_group()
         self._server: web.Server | None = None
@@ -178,6 +180,7 @@ class RolloutProxy:
         async def deliver(server: Server, http: aiohttp.ClientSession) -> web.StreamResponse:
             headers = {ROLLOUT_HEADER: self.name, SPLIT_HEADER: "train"}
             url = f"{server.root}/v1/{path}"
+            self.asked.add(server)
             async with http.post(url, json=body, headers=headers) as response:
                 if response.status == AWAY_STATUS:
                     response.raise_for_status()

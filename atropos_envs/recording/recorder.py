@@ -7,20 +7,23 @@ async with Recorder(client).rollout() as rollout:
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
 from atropos_common.protocol.bridge import RecordedTurn
-from atropos_envs.hosting.engine_client import EngineClient
+from atropos_envs.hosting.engine_client import EngineClient, Server
 from atropos_envs.hosting.rollout import present
 from atropos_envs.recording.proxy import Counts, RolloutProxy
 from atropos_envs.recording.sequences import Sequence, sequences_of
 
 ENDED = frozenset({"stop", "length", "abort"})
+# Most seconds for telling the engines that nobody will collect a rollout.
+DISCARD_S = 2.0
 
 
 class LostTurns(RuntimeError):
@@ -54,6 +57,8 @@ class OpenRollout:
 
     def __init__(self, proxy: RolloutProxy, client: EngineClient) -> None:
         self._proxy, self._client = proxy, client
+        self._taken: set[Server] = set()
+        """Engines whose turns were collected."""
 
     @property
     def base_url(self) -> str:
@@ -85,6 +90,7 @@ class OpenRollout:
                 taken = await self._client.take(server, self._proxy.name)
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 raise LostTurns(f"{server.root} does not answer ({error})") from None
+            self._taken.add(server)
             # Each server counts its turns from 0.
             first = len(turns)
             for turn in taken:
@@ -97,6 +103,13 @@ class OpenRollout:
         recorded = Recorded(turns, sequences_of(turns), self.counts)
         present().tokens += recorded.tokens
         return recorded
+
+    async def discard(self) -> None:
+        """Let the engines forget the turns that were not collected."""
+        with suppress(aiohttp.ClientError, OSError):  # TimeoutError is an OSError
+            async with asyncio.timeout(DISCARD_S):
+                for server in self._proxy.asked - self._taken:
+                    await self._client.take(server, self._proxy.name)
 
 
 class Recorder:
@@ -114,7 +127,9 @@ class Recorder:
         """
         proxy = RolloutProxy(self._client, options)
         await proxy.start()
+        rollout = OpenRollout(proxy, self._client)
         try:
-            yield OpenRollout(proxy, self._client)
+            yield rollout
         finally:
             await proxy.close()
+            await rollout.discard()

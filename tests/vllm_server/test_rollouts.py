@@ -215,7 +215,9 @@ async def test_a_rollout_may_be_taken_while_a_turn_runs() -> None:
 async def test_the_oldest_rollouts_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.sampling_params import SamplingParams
 
-    monkeypatch.setattr(rollouts, "MOST_TOKENS", 6)
+    # Each rollout has a prompt of one token and an answer of two.
+    each = 3 * rollouts.TOKEN_BYTES + rollouts.PROMPT_BYTES
+    monkeypatch.setattr(rollouts, "MOST_BYTES", 2 * each)
     engine = _Engine([1, END])
     recorder, _ = _recorder(engine, as_asked=True)
     for name in "abc":

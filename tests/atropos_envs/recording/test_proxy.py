@@ -86,6 +86,50 @@ async def test_an_engine_that_did_not_answer_has_no_turns(
         await client.close()
 
 
+async def test_the_engine_forgets_a_rollout_that_nobody_collects(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The turns of an episode that timed out stayed at the engine."""
+    text_tokenizer().save_pretrained(tmp_path)
+    forgotten: list[str] = []
+    slow = asyncio.Event()
+
+    async def chat(request: web.Request) -> web.Response:
+        slow.set()
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    async def take(request: web.Request) -> web.Response:
+        forgotten.append((await request.json())["rollout"])
+        return web.Response(text=RecordedTurns(turns=[]).model_dump_json())
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", chat)
+    app.router.add_post(TAKE_PATH, take)
+    async with TestServer(app) as server, aiohttp.ClientSession() as http:
+        url = str(server.make_url("/v1"))
+        monkeypatch.setenv(ENV_ENGINE_URLS, url)
+        client = EngineClient(
+            APIServerConfig(base_url=url, model_name=str(tmp_path), server_type="vllm", api_key="x")
+        )
+        async with Recorder(client).rollout() as rollout:
+            name = rollout.base_url.split("/")[-2]
+            asking = asyncio.create_task(
+                http.post(
+                    f"{rollout.base_url}/chat/completions",
+                    json={"messages": []},
+                    headers={"Authorization": f"Bearer {rollout.api_key}"},
+                )
+            )
+            await slow.wait()
+            asking.cancel()
+        assert forgotten == [name]
+        async with Recorder(client).rollout() as rollout:
+            pass
+        await client.close()
+    assert len(forgotten) == 1, "an engine that was not asked has nothing to forget"
+
+
 def test_only_the_second_of_two_first_tokens_goes() -> None:
     tokenizer = SimpleNamespace(bos_token_id=0)
     assert with_one_bos([0, 0, 5], tokenizer) == [0, 5] == with_one_bos([0, 5], tokenizer)
