@@ -313,7 +313,8 @@ def test_one_unmapped_tensor_is_stale_weights(
     )
     # The first difference is to count: a policy that becomes sure of itself shows none any more.
     found = stopped_for("stale weights", server, tmp_path, alignment_mismatch=0.02)
-    assert "only in part" in found.cause and found.probe_diff_abs_mean > 0.02
+    # The gate judges fresh and cached prefixes each; the record has the mean over both.
+    assert "only in part" in found.cause and found.probe_diff_abs_mean > 0.02 / 2
 
 
 @pytest.mark.slow
