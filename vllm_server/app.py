@@ -44,12 +44,14 @@ from vllm_server.bridge import WeightBridge
 from vllm_server.capacity import EngineCapacity
 from vllm_server.config import (
     ENV_EAGER_BECAUSE,
+    PLUGIN_NAME,
     ConfigError,
     ServerConfig,
     remove_temporary_folder,
     require_own_folder,
 )
 from vllm_server.generate import Generator
+from vllm_server.held_outputs import TOKENS_MADE
 from vllm_server.recorded import Experts, RoutingRecorder, RoutingStore, record, until_accepted
 from vllm_server.rollouts import RolloutRecorder
 from vllm_server.rollouts import make_router as rollouts_routes
@@ -291,9 +293,10 @@ async def prepare_weights(
     """Export the weights, generate once, and test how the model takes new weights.
 
     Raises:
-        UnsafeGraphs, ConfigError: see `require_safe_graphs`.
+        UnsafeGraphs, ConfigError: see `require_safe_graphs` and `require_plugin`.
     """
     config, engine = bridge.config, bridge.engine
+    await require_plugin(engine)
     if config.shared_weights:
         await export_weights(bridge, address)
     if config.sampling == "as_asked":
@@ -304,6 +307,19 @@ async def prepare_weights(
         await require_safe_graphs(engine, generator, eager=bool(args.enforce_eager))
     if config.weight_updates:
         bridge.not_in_place = await why_not_in_place(engine, generator)
+
+
+async def require_plugin(engine: Any) -> None:
+    """Raise `ConfigError` if the engine process runs without our plugin: it could never resume."""
+    try:
+        await compat.tokens_in_flight(engine)
+    except Exception as error:
+        if TOKENS_MADE not in str(error):
+            raise
+        raise ConfigError(
+            f"the engine process has not loaded the vLLM plugin {PLUGIN_NAME} ({error}). Install "
+            "atropos-tui in the engine's Python environment; a folder in PYTHONPATH is not enough"
+        ) from None
 
 
 def add_routes(

@@ -314,7 +314,10 @@ async def pause_and_keep(engine: Any, *, clear_cache: bool) -> None:
     """
     if clear_cache:
         await engine.renderer.clear_mm_cache_async()
-    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+    core = engine.engine_core
+    # vLLM 0.33 has a method that also ends the refusal of new requests by the pause before.
+    pause = getattr(core, "pause_generation_async", core.pause_scheduler_async)
+    await pause(mode="keep", clear_cache=clear_cache)
 
 
 async def tokenizer_of(engine: Any) -> Any | None:

@@ -11,6 +11,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
+from vllm_server.app import require_plugin
+from vllm_server.config import PLUGIN_NAME, ConfigError
 from vllm_server.held_outputs import MOST, HeldOutputs
 
 
@@ -141,3 +143,23 @@ def test_without_logprobs_there_are_tokens_alone() -> None:
         held.passed([EngineCoreOutput("a", [token])], 0, requests)
     (found,) = held.release()[0]
     assert found.new_token_ids == [2, 3] and found.new_logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("Call to atropos_tokens_made method failed: no attribute", ConfigError),
+        ("EngineCore encountered an issue", RuntimeError),
+    ],
+)
+async def test_an_engine_without_the_plugin_is_refused_at_the_start(
+    words: str, expected: type[Exception]
+) -> None:
+    """It became ready, and the trainer's first publish paused it for good."""
+
+    async def utility(name: str) -> Any:
+        raise RuntimeError(words)
+
+    engine = SimpleNamespace(engine_core=SimpleNamespace(call_utility_all_async=utility))
+    with pytest.raises(expected, match=PLUGIN_NAME if expected is ConfigError else words):
+        await require_plugin(engine)

@@ -232,12 +232,12 @@ class ServerClient:
 
 @dataclass(frozen=True)
 class EngineUse:
-    """Use of the engines over a time span; shares from 0 to 1."""
+    """Use of the engines over a time span."""
 
     idle: float | None = None
     """Share of the time without a completion request, mean over servers."""
     capacity: float | None = None
-    """Tokens per second divided by the servers' maximum."""
+    """Tokens per second divided by the servers' estimated maximum; may exceed 1 for a moment."""
     generated: int | None = None
     """Tokens that the servers generated, evaluations included."""
 

@@ -52,7 +52,9 @@ class Copies:
         self._check_source: Callable[[], None] = lambda: None
         self._copies: list[_Copy] = []
         self._supervisor = supervised(config, stop)
-        self._threads = ThreadPoolExecutor(max(1, len(self.paths)), "publish")
+        # A thread for each pause and one for each update, which waits for it: a server that pauses
+        # late must not keep another's update in the queue.
+        self._threads = ThreadPoolExecutor(max(1, 2 * len(self.paths)), "publish")
 
     @property
     def engines(self) -> list[ServerClient]:

@@ -24,10 +24,8 @@ from trainer_core.weight_sync.further_servers import SingleCopyAndOthers
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def beside(tmp_path: Path, base: Path, engine: Engine) -> Iterator[Engine]:
-    """A second server of the same model, whose weights were lost."""
-    folder = tmp_path / "beside"
+def _further(folder: Path, base: Path) -> Iterator[Engine]:
+    """Another server of the same model, whose weights were lost."""
     folder.mkdir()
     made = Engine(folder, plain_model(base))
     for tensor in made.tensors.values():
@@ -36,8 +34,20 @@ def beside(tmp_path: Path, base: Path, engine: Engine) -> Iterator[Engine]:
     made.close()
 
 
-def sync_of(engine: Engine, beside: Engine, base: Path, folder: Path, **fields: Any) -> WeightSync:
-    paths = [str(beside.manifest_path)]
+@pytest.fixture
+def beside(tmp_path: Path, base: Path, engine: Engine) -> Iterator[Engine]:
+    yield from _further(tmp_path / "beside", base)
+
+
+@pytest.fixture
+def third(tmp_path: Path, base: Path, engine: Engine) -> Iterator[Engine]:
+    yield from _further(tmp_path / "third", base)
+
+
+def sync_of(
+    engine: Engine, *further: Engine, base: Path, folder: Path, **fields: Any
+) -> WeightSync:
+    paths = [str(each.manifest_path) for each in further]
     config = run_config(engine, base, folder, copy_config_paths=paths, **fields)
     return make_sync(config, CPU, threading.Event())
 
@@ -50,7 +60,7 @@ def assert_equal(engine: Engine, beside: Engine) -> None:
 def test_each_version_is_copied_while_the_server_is_paused(
     engine: Engine, beside: Engine, base: Path, tmp_path: Path
 ) -> None:
-    sync = sync_of(engine, beside, base, tmp_path, in_flight="keep")
+    sync = sync_of(engine, beside, base=base, folder=tmp_path, in_flight="keep")
     assert isinstance(sync, SingleCopyAndOthers)
     model = sync.attach(Start(version=3))
     assert_equal(engine, beside)
@@ -79,7 +89,7 @@ def test_all_servers_pause_and_resume_at_once(
     what: str,
 ) -> None:
     """A pause waits for the engine's step under way, and a resume for a busy server."""
-    sync = sync_of(engine, beside, base, tmp_path)
+    sync = sync_of(engine, beside, base=base, folder=tmp_path)
     sync.attach(Start())
     meeting, one = threading.Barrier(2, timeout=20), getattr(ServerClient, what)
 
@@ -93,6 +103,37 @@ def test_all_servers_pause_and_resume_at_once(
     sync.close()
 
 
+def test_a_server_that_pauses_late_keeps_no_other_paused(
+    engine: Engine,
+    beside: Engine,
+    third: Engine,
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sync = sync_of(engine, beside, third, base=base, folder=tmp_path)
+    sync.attach(Start())
+    pause, resume = ServerClient.pause, ServerClient.resume
+    resumed = threading.Event()
+
+    def late(self: ServerClient, **how: Any) -> Any:
+        if self.base_url == beside.url:
+            assert resumed.wait(20), "the third server resumes meanwhile"
+        return pause(self, **how)
+
+    def seen(self: ServerClient, version: int) -> Any:
+        answer = resume(self, version)
+        if self.base_url == third.url:
+            resumed.set()
+        return answer
+
+    monkeypatch.setattr(ServerClient, "pause", late)
+    monkeypatch.setattr(ServerClient, "resume", seen)
+    sync.publish(1, lambda: None)
+    assert [each.version for each in (engine, beside, third)] == [1, 1, 1]
+    sync.close()
+
+
 def test_another_model_is_refused(
     engine: Engine, beside: Engine, base: Path, tmp_path: Path
 ) -> None:
@@ -100,7 +141,7 @@ def test_another_model_is_refused(
     entry.shape = [entry.shape[0] - 1, *entry.shape[1:]]
     write_manifest(beside.manifest, beside.manifest_path)
     with pytest.raises(ManifestError, match=f"of another model than the first server's: {name} is"):
-        sync_of(engine, beside, base, tmp_path).attach(Start())
+        sync_of(engine, beside, base=base, folder=tmp_path).attach(Start())
     assert "/bridge/pause" not in beside.calls
 
 
@@ -111,7 +152,7 @@ def test_a_server_that_has_ended_is_not_written_to_and_no_step_is_lost(
     beside.manifest.server_pid = server.pid
     beside.manifest.server_create_time = psutil.Process(server.pid).create_time()
     write_manifest(beside.manifest, beside.manifest_path)
-    sync = sync_of(engine, beside, base, tmp_path)
+    sync = sync_of(engine, beside, base=base, folder=tmp_path)
     model = sync.attach(Start())
     sync.check()
     server.send_signal(signal.SIGKILL)
@@ -139,7 +180,7 @@ def test_float32_copies_are_taken_before_memory_that_may_have_ended(
     engine: Engine, beside: Engine, base: Path, tmp_path: Path
 ) -> None:
     """A worker ends seconds before the process that the trainer watches."""
-    sync = sync_of(engine, beside, base, tmp_path)
+    sync = sync_of(engine, beside, base=base, folder=tmp_path)
     model = sync.attach(Start())
     kept = {each: torch.full_like(each, 7.0, dtype=torch.float32) for each in model.parameters()}
     sync.device = torch.device("cuda")
@@ -160,7 +201,7 @@ def test_time_does_not_run_while_the_supervisor_brings_that_server_up(
     monkeypatch.setattr("trainer_core.weight_sync.copies.supervised", lambda *_: Stack())
     monkeypatch.setattr("trainer_core.server.lifecycle.STATUS_EVERY_S", 0.05)
     later = beside.manifest_path.rename(tmp_path / "later.json")
-    sync = sync_of(engine, beside, base, tmp_path, engine_timeout=0.3)
+    sync = sync_of(engine, beside, base=base, folder=tmp_path, engine_timeout=0.3)
     threading.Timer(1.0, later.rename, [beside.manifest_path]).start()
     sync.attach(Start(version=3))
     assert beside.version == 3
@@ -175,11 +216,11 @@ def test_a_tensor_parallel_server_is_refused_by_name(
     beside.manifest.tensor_parallel_size = 2
     write_manifest(beside.manifest, beside.manifest_path)
     with pytest.raises(UsageError, match="--tensor-parallel-size 2, and a copy on the trainer's"):
-        sync_of(engine, beside, base, tmp_path).attach(Start())
+        sync_of(engine, beside, base=base, folder=tmp_path).attach(Start())
 
 
 def test_it_needs_one_rank(engine: Engine, beside: Engine, base: Path, tmp_path: Path) -> None:
-    sync = sync_of(engine, beside, base, tmp_path)
+    sync = sync_of(engine, beside, base=base, folder=tmp_path)
     sync.world = World()
     sync.world.size = 2
     with pytest.raises(UsageError, match="--copy-config-paths in single copy needs the whole"):
