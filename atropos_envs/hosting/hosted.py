@@ -417,9 +417,9 @@ class Hosted(BaseEnv):  # type: ignore[misc]
     def _count_result(self, reasons: list[str | None]) -> None:
         pending = _pending.get()
         if self.queue_slots is not None and pending is not None and reasons:
-            # False: treated as a failure.
-            pending.made = any(reason in (None, FLAT) for reason in reasons)
-            self.queue_slots.count_result(flat=all(reason == FLAT for reason in reasons))
+            useful = None in reasons
+            flat = not useful and FLAT in reasons
+            self._drop(self.queue_slots.finish(pending, useful=useful, flat=flat))
 
     def _drop(self, late: list[PendingGroup]) -> None:
         """Cancel the rollouts of late groups; their items come again."""

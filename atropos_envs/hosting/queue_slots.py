@@ -1,6 +1,6 @@
 """Queue slots in run-api: which groups may be sent, and how many spare groups to start.
 
-A flat group is not sent, so with one batch ahead more groups are started than there are slots.
+A flat group is not sent, so more groups are started than there are slots.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class PendingGroup:
         self.has_slot = False
         self.made = False
         """Its rollouts are finished."""
+        self.useful_since: int | None = None
+        """Batches that the trainer had begun when something to send was finished."""
         # Resolved once, to True or False, by `decide`.
         self._decided: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
@@ -82,8 +84,21 @@ class QueueSlots:
         self.open_slots -= groups
         return self.end(group)
 
-    def count_result(self, *, flat: bool) -> None:
+    def finish(self, group: PendingGroup, *, useful: bool, flat: bool) -> list[PendingGroup]:
+        """Count a group whose rollouts are finished; return other groups as `update`.
+
+        Args:
+            useful: something of it is to be sent.
+            flat: nothing is, since all is flat. A group that is neither has failed.
+        """
         self._flat.append(flat)
+        group.made = useful or flat
+        if not useful:
+            return []
+        group.useful_since = self.step
+        late = self._assign()
+        # The group itself learns it from `wait_for_slot`.
+        return [each for each in late if each is not group]
 
     def end(self, group: PendingGroup | None) -> list[PendingGroup]:
         """Remove a group; return as `update`."""
@@ -134,27 +149,28 @@ class QueueSlots:
             most: limit of unfinished groups; None: no limit.
         """
         made = sum(group.made for group in self._groups)
-        # Spare groups fill the last slots of a batch. With several batches ahead most of them would
-        # be wasted: a new group replaces a flat one while the trainer takes other batches.
-        wanted = enough(self.open_slots - made, self.flat_share if self._ahead <= 1 else 0.0)
+        wanted = enough(self.open_slots - made, self.flat_share, surely=self._ahead <= 1)
         return made + (wanted if most is None else min(most, wanted))
 
-    # Groups get slots in the order of their starts: by order of completion, training would favour
-    # short answers. So a finished spare group waits until a group with a slot is flat or fails.
-    # Spare groups that would exceed `max_batches_offpolicy` in the next slot are dropped. With one
-    # batch ahead, that is all of them as soon as the last slot is filled.
+    # With one batch ahead, groups get slots in the order of their starts: by order of completion,
+    # the few slots of a batch would favour short answers. So a finished spare group waits until a
+    # group with a slot is flat or fails. All spare groups are dropped as soon as the last slot is
+    # filled.
+    # With several batches ahead, groups get slots once they are finished. Slots are rarely short
+    # then, and a spare group that waits for older ones, half of which may be flat, is too late.
     def _assign(self) -> list[PendingGroup]:
+        groups = [
+            each for each in self._groups if self._ahead <= 1 or each.useful_since is not None
+        ]
         # Groups with a slot that have not reached run-api yet; they use up open slots.
-        owners = sum(group.has_slot for group in self._groups)
-        for group in [each for each in self._groups if not each.has_slot]:
+        owners = sum(each.has_slot for each in self._groups)
+        for group in [each for each in groups if not each.has_slot]:
             if owners >= self.open_slots:
                 break
             if self._in_time(group, before=self._all - self.open_slots + owners):
                 group.decide(True)
                 owners += 1
-        without = [each for each in self._groups if not each.has_slot]
-        # With several batches ahead a group lacks a slot only if others have filled the queue, and
-        # mostly gets one in time.
+        without = [each for each in groups if not each.has_slot]
         full = self.open_slots <= 0 and self._ahead <= 1
         late = [each for each in without if full or not self._in_time(each)]
         # The caller cancels their rollouts and uses their items again.
@@ -164,19 +180,25 @@ class QueueSlots:
 
     def _in_time(self, group: PendingGroup, before: int = 0) -> bool:
         # `before` groups precede it in the queue. A group that started at batch S must be in batch
-        # S + ahead or earlier.
-        return self.step + 1 + before * self._ahead // max(1, self._all) <= group.step + self._ahead
+        # S + ahead or earlier. With several batches ahead S is the end of its rollouts: a limit
+        # from their start would leave out long answers more often than short ones.
+        began = group.step if self._ahead <= 1 else group.useful_since or group.step
+        return self.step + 1 + before * self._ahead // max(1, self._all) <= began + self._ahead
 
 
-def enough(useful: int, flat_share: float) -> int:
-    """Return how many groups to start so that `useful` are not flat, in 5 of 6 cases."""
+def enough(useful: int, flat_share: float, *, surely: bool = True) -> int:
+    """Return how many groups to start so that `useful` are not flat.
+
+    Args:
+        surely: in 5 of 6 cases; else on average.
+    """
     if useful <= 0:
         return 0
     useful_share = 1 - flat_share
     # With flat share f and u = 1 - f, n groups have n * u useful ones on average, with a standard
     # deviation of sqrt(n * f * u). `useful` is the average less one deviation: solve
     # n * u - sqrt(n * f * u) = useful for sqrt(n).
-    spread = math.sqrt(flat_share * useful_share)
+    spread = math.sqrt(flat_share * useful_share) if surely else 0.0
     root = (spread + math.sqrt(spread**2 + 4 * useful_share * useful)) / (2 * useful_share)
     # The small term keeps rounding errors from adding a group.
     return math.ceil(root**2 - 1e-9)

@@ -82,31 +82,53 @@ async def test_spare_groups_are_dropped_with_the_last_place() -> None:
     )
 
 
-async def test_a_spare_group_gets_no_place_in_a_batch_that_is_too_late_for_it() -> None:
-    places = QueueSlots()
-    _looked(places, ahead=2)
-    slots = await _groups(places, 6)
-    assert [slot.has_slot for slot in slots] == [True] * 4 + [False] * 2
-    places.sent(slots[0], 1)
-    assert _looked(places, queued=0, step=1, ahead=2) == []
-    assert not slots[4].has_slot, "begun with batch 0, and the fourth place from here is in batch 3"
-    places.end(slots[1]), places.end(slots[2])
-    assert slots[4].has_slot and not slots[5].has_slot, "two are left in batch 2"
-    assert _looked(places, queued=0, step=2, ahead=2) == [slots[5]]
-
-
-async def test_with_several_batches_ahead_no_spare_group_begins() -> None:
-    """Half of the spare groups of a GSM8K run with four batches ahead were made and dropped."""
+async def test_spare_groups_are_for_the_slots_that_flat_groups_leave() -> None:
+    """Without them a run with two batches ahead and 80 % flat groups was half as fast."""
     wanted = {}
     for ahead in (1, 4):
         places = QueueSlots()
         _looked(places, ahead=ahead)
         for flat in (True, False) * 20:
-            places.count_result(flat=flat)
+            (group,) = await _groups(places, 1)
+            places.finish(group, useful=not flat, flat=flat)
+            places.end(group)
         wanted[ahead] = (places.wanted(), places.wanted(most=20), places.open_slots)
-    assert wanted[1][0] == wanted[1][1] > wanted[1][2] == 2
-    assert wanted[4] == (8, 8, 8)
+    assert wanted[1] == (7, 7, 2), "in most cases two of them are useful"
+    assert wanted[4] == (16, 16, 8), "eight on average: another begins while the trainer steps"
     assert places.wanted(most=5) == 5
+
+
+async def test_with_several_batches_ahead_groups_get_slots_once_they_are_finished() -> None:
+    """Finished spare groups waited for a slot until they were too late: 10 % of GSM8K's tokens."""
+    places = QueueSlots()
+    _looked(places, ahead=2)
+    groups = await _groups(places, 6)
+    assert not any(group.has_slot for group in groups) and places.waiting == 0
+    for group in reversed(groups):
+        assert places.finish(group, useful=True, flat=False) == []
+    assert [group.has_slot for group in groups] == [False] * 2 + [True] * 4
+    for group in groups[2:]:
+        places.sent(group, 1)
+    assert places.full and places.waiting == 2 and places.wanted() == 2
+    assert _looked(places, queued=2, step=1, ahead=2) == [], "a place in the batch after the next"
+    assert not groups[0].has_slot, "the third place from here is in batch 3"
+    assert _looked(places, queued=1, step=1, ahead=2) == []
+    assert [group.has_slot for group in groups[:2]] == [True, False], "the older one first"
+    assert _looked(places, queued=1, step=2, ahead=2) == [groups[1]]
+    assert not await groups[1].wait_for_slot()
+
+
+async def test_a_group_that_took_long_waits_as_long_as_a_quick_one() -> None:
+    places = QueueSlots()
+    _looked(places, ahead=2)
+    slow, *others = await _groups(places, 5)
+    for group in others:
+        places.finish(group, useful=True, flat=False)
+        places.sent(group, 1)
+    _looked(places, queued=4, step=5, ahead=2)
+    places.finish(slow, useful=True, flat=False)
+    assert places.full and places.waiting == 1
+    assert _looked(places, queued=0, step=6, ahead=2) == [] and await slow.wait_for_slot()
 
 
 async def test_what_run_api_says_while_groups_are_on_their_way_does_not_move_what_is_known() -> (
@@ -256,10 +278,13 @@ async def test_lag_follows_max_batches_offpolicy_where_it_is_larger(
     assert max(trainer.lags) == 2 and trainer.said == {2}
 
 
-async def test_long_rollouts_are_trained_as_often_as_short_ones(stack: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+async def test_long_rollouts_are_trained_as_often_as_short_ones(
+    stack: Callable[..., Any], ahead: int
+) -> None:
     world = World(0.5)
     world.seconds = lambda: world.dice.choice([0.15, 0.01])
-    trainer, _, _ = await stack(world, steps=30)
+    trainer, _, _ = await stack(world, steps=30, max_batches_offpolicy=ahead)
     assert 0.35 < sum(trainer.long) / len(trainer.long) < 0.65
 
 
