@@ -478,13 +478,14 @@ class _Reader:
         batch.groups_by_env[name] += 1
         # `tables[0]` is generation_params.
         batch.ahead[name] = batches_ahead(group.tables[0])
+        flat = flat and not group.teacher_ids  # a teacher's tokens train whatever the scores are
         if flat:
             batch.flat_groups += 1
             batch.flat_by_env[name] += 1
         select = self.selection
         batch.unused.update(unused(raw, reference=select.reference, teacher=select.teacher))
         for each, mask in zip(judged, group.masks, strict=True):
-            self._take(each, mask, flat and not group.teacher_ids)
+            self._take(each, mask, flat)
 
     def _sequence(self, group: Group, i: int, shared: float) -> _Judged:
         spot, tokens = f"{group.where}, sequence {i}", group.tokens[i]

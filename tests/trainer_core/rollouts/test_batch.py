@@ -491,7 +491,9 @@ def test_reference_and_teacher_lie_on_the_token_they_are_about() -> None:
 def test_a_group_with_a_teacher_teaches_though_its_scores_are_equal() -> None:
     drop = Selection(drop_flat=True, teacher=True)
     group = _group(scores=[1.0, 1.0], distill_token_ids=IDS, distill_logprobs=TAUGHT)
-    assert len(_read(group, _group(scores=[1.0, 1.0]), selection=drop).rollouts) == 2
+    own = group | {"advantages": [[0.0], [0.0]]}
+    batch = _read(group, own, _group(scores=[1.0, 1.0]), selection=drop)
+    assert len(batch.rollouts) == 4 and (batch.groups, batch.flat_groups) == (3, 1)
 
 
 def test_left_out_and_counted() -> None:
