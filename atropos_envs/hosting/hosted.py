@@ -553,26 +553,30 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         # BaseEnv misses a multiple that passes between two of its checks, and each one of 1.
         if every > 0 and before // every < now // every and before % every <= now % every:
             self._evaluate_soon()
-        servers = self.server.servers
         self._worker_meter.add(
             len(self.workers),
             self.queue_slots,
             awaited=self._awaited,
             in_engine=self._in_engine(),
         )
+        if self.tally.urgent or time.monotonic() - self._summary_at > SUMMARY_S:
+            self._write_counts()
+
+    def _write_counts(self) -> None:
+        """Write a progress line and an `env_counts` record, if anything is new."""
+        servers = self.server.servers
         requests = sum(getattr(server, "asked", 0) for server in servers)
-        news = self.tally.news() or requests != self._requests_before
-        if self.tally.urgent or (time.monotonic() - self._summary_at > SUMMARY_S and news):
-            self._requests_before = requests
-            log.info("step %d: %s", self.curr_step, self.tally.line())
-            adjusted: Counter[str] = Counter()
-            for server in servers:
-                adjusted.update(getattr(server, "adjusted", {}))
-            curriculum = self._curriculum.record() if self._curriculum else None
-            self.eval_log.counted(
-                self.tally, adjusted, requests, self.curr_step, self._bounds(), curriculum
-            )
-            self._summary_at = time.monotonic()
+        if not (self.tally.urgent or self.tally.news() or requests != self._requests_before):
+            return
+        self._requests_before, self._summary_at = requests, time.monotonic()
+        log.info("step %d: %s", self.curr_step, self.tally.line())
+        adjusted: Counter[str] = Counter()
+        for server in servers:
+            adjusted.update(getattr(server, "adjusted", {}))
+        curriculum = self._curriculum.record() if self._curriculum else None
+        self.eval_log.counted(
+            self.tally, adjusted, requests, self.curr_step, self._bounds(), curriculum
+        )
 
     # Workers and queue slots, as fields of an `env_counts` record.
     def _bounds(self) -> dict[str, Any]:
@@ -680,6 +684,8 @@ class Hosted(BaseEnv):  # type: ignore[misc]
         """Hook between the last rollout and the end of the registration."""
 
     async def _leave(self) -> None:
+        # Rollouts that the end cancels are not counted.
+        self._write_counts()
         # Before the hook: an evaluation in it needs the engine for itself.
         for task in [*self.workers, *([self.eval_runner] if self.eval_runner else [])]:
             task.cancel()

@@ -209,6 +209,7 @@ class WorkerMeter:
     """Mean numbers of groups and queue slots."""
 
     values: dict[str, list[float]] = field(default_factory=dict)
+    _means: dict[str, float] = field(default_factory=dict)
 
     def add(
         self,
@@ -238,7 +239,11 @@ class WorkerMeter:
             self.values.setdefault(name, []).append(value)
 
     def take(self) -> dict[str, float]:
-        """Return the means as fields of an `env_counts` record, and start over."""
-        means = {name: fmean(values) for name, values in self.values.items()}
+        """Return the means as fields of an `env_counts` record, and start over.
+
+        Without a sample since the last call they are the same.
+        """
+        if self.values:
+            self._means = {name: fmean(values) for name, values in self.values.items()}
         self.values = {}
-        return means
+        return dict(self._means)

@@ -83,6 +83,14 @@ def ended(part: Server, limit_s: float = 60.0) -> int | None:
     return part.process.poll()
 
 
+def assert_gone(processes: list[psutil.Process]) -> None:
+    """A worker notices within seconds that the others have ended."""
+    until = time.monotonic() + 10
+    while still_running(processes) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert still_running(processes) == []
+
+
 def test_a_broadcast_reaches_the_workers_of_both(parts: list[Server]) -> None:
     head, other = parts
     assert READY in other.log.read_text() and "part 2 of 2" in other.log.read_text()
@@ -118,10 +126,7 @@ def test_a_worker_that_dies_ends_its_part(parts: list[Server]) -> None:
     head.process.send_signal(signal.SIGTERM)
     code = ended(head)
     assert code is not None, head.log.read_text()[-3000:]
-    until = time.monotonic() + 10
-    while still_running(everyone) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert still_running(everyone) == []
+    assert_gone(everyone)
 
 
 def test_parts_that_are_told_to_end_leave_nothing(tmp_path: Path) -> None:
@@ -138,7 +143,7 @@ def test_parts_that_are_told_to_end_leave_nothing(tmp_path: Path) -> None:
             part.process.send_signal(signal.SIGTERM)
         assert ended(other) == 0, other.log.read_text()[-3000:]
         assert ended(head) is not None, head.log.read_text()[-3000:]
-        assert still_running(everyone) == []
+        assert_gone(everyone)
     finally:
         for part in begun:
             end_of(part.process)
