@@ -407,8 +407,12 @@ class Hosted(BaseEnv):  # type: ignore[misc]
             return True
         self._count_result(reasons)
         useful = reasons.count(None)
-        if not useful or await pending.wait_for_slot():
-            return True
+        try:
+            if not useful or await pending.wait_for_slot():
+                return True
+        except asyncio.CancelledError:
+            self.backlog.append(item)
+            raise
         self.tally.left_out[SURPLUS] += useful
         self.tally.lose(SURPLUS, present().take())
         self.backlog.append(item)

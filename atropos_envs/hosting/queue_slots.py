@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-# Groups over which the flat share is measured.
-WINDOW = 64
+# Groups over which the flat share is measured: at least, and at most. In between it is the number
+# in flight, because the number to start is in proportion to 1 / (1 - share).
+WINDOW, LONGEST = 64, 512
+# Highest flat share that counts.
+MOST_FLAT = WINDOW / (WINDOW + 1)
 
 
 class PendingGroup:
@@ -49,7 +52,7 @@ class QueueSlots:
         """Batches that the trainer has begun."""
         self._ahead = self._all = 0
         self._groups: list[PendingGroup] = []
-        self._flat: deque[bool] = deque(maxlen=WINDOW)
+        self._flat: deque[bool] = deque(maxlen=LONGEST)
 
     def update(
         self, *, queued: int, came: int, coming: int, places: int, ahead: int, step: int
@@ -95,6 +98,10 @@ class QueueSlots:
         group.made = useful or flat
         if not useful:
             return []
+        if all(each is not group for each in self._groups):
+            # A task of the environment's own sends after the group's end: nothing would decide it.
+            group.decide(True)
+            return []
         group.useful_since = self.step
         late = self._assign()
         # The group itself learns it from `wait_for_slot`.
@@ -127,8 +134,9 @@ class QueueSlots:
     @property
     def flat_share(self) -> float:
         """Share of flat groups among the newest, below 1."""
-        # The added 1 keeps the share below 1, and low while there are few results.
-        return sum(self._flat) / (len(self._flat) + 1)
+        newest = list(self._flat)[-max(WINDOW, len(self._groups)) :]
+        # The added 1 keeps the share low while there are few results.
+        return min(MOST_FLAT, sum(newest) / (len(newest) + 1))
 
     @property
     def demand(self) -> float:
@@ -156,8 +164,9 @@ class QueueSlots:
     # the few slots of a batch would favour short answers. So a finished spare group waits until a
     # group with a slot is flat or fails. All spare groups are dropped as soon as the last slot is
     # filled.
-    # With several batches ahead, groups get slots once they are finished. Slots are rarely short
-    # then, and a spare group that waits for older ones, half of which may be flat, is too late.
+    # With several batches ahead, groups get slots once they are finished. While the engine is the
+    # limit, slots are not short then. A spare group that waited for older ones, half of which may be
+    # flat, would be too late.
     def _assign(self) -> list[PendingGroup]:
         groups = [
             each for each in self._groups if self._ahead <= 1 or each.useful_since is not None
@@ -181,9 +190,12 @@ class QueueSlots:
     def _in_time(self, group: PendingGroup, before: int = 0) -> bool:
         # `before` groups precede it in the queue. A group that started at batch S must be in batch
         # S + ahead or earlier. With several batches ahead S is the end of its rollouts: a limit
-        # from their start would leave out long answers more often than short ones.
-        began = group.step if self._ahead <= 1 else group.useful_since or group.step
-        return self.step + 1 + before * self._ahead // max(1, self._all) <= began + self._ahead
+        # from their start would leave out long answers more often than short ones. The next slot
+        # of a full queue is one batch later.
+        limit = group.step + self._ahead
+        if self._ahead > 1 and group.useful_since is not None:
+            limit = group.useful_since + self._ahead + 1
+        return self.step + 1 + before * self._ahead // max(1, self._all) <= limit
 
 
 def enough(useful: int, flat_share: float, *, surely: bool = True) -> int:

@@ -111,12 +111,34 @@ async def test_with_several_batches_ahead_groups_get_slots_once_they_are_finishe
     for group in groups[2:]:
         places.sent(group, 1)
     assert places.full and places.waiting == 2 and places.wanted() == 2
-    assert _looked(places, queued=2, step=1, ahead=2) == [], "a place in the batch after the next"
-    assert not groups[0].has_slot, "the third place from here is in batch 3"
-    assert _looked(places, queued=1, step=1, ahead=2) == []
+    assert _looked(places, queued=3, step=1, ahead=2) == []
     assert [group.has_slot for group in groups[:2]] == [True, False], "the older one first"
-    assert _looked(places, queued=1, step=2, ahead=2) == [groups[1]]
+    places.sent(groups[0], 1)
+    assert _looked(places, queued=4, step=2, ahead=2) == []
+    assert _looked(places, queued=4, step=3, ahead=2) == [groups[1]]
     assert not await groups[1].wait_for_slot()
+
+
+async def test_a_group_that_is_sent_after_its_end_does_not_wait() -> None:
+    """A task of the environment's own sends it; nothing decided it, and the task hung."""
+    places = QueueSlots()
+    _looked(places, ahead=2)
+    (group,) = await _groups(places, 1)
+    places.end(group)
+    assert places.finish(group, useful=True, flat=False) == []
+    assert await group.wait_for_slot()
+
+
+async def test_the_flat_share_is_of_as_many_groups_as_are_in_flight() -> None:
+    places = QueueSlots()
+    _looked(places, ahead=2)
+    for flat in [False] * 100 + [True] * 100:
+        (group,) = await _groups(places, 1)
+        places.finish(group, useful=not flat, flat=flat)
+        places.end(group)
+    assert places.flat_share == 64 / 65
+    await _groups(places, 200)
+    assert places.flat_share == 100 / 201
 
 
 async def test_a_group_that_took_long_waits_as_long_as_a_quick_one() -> None:
