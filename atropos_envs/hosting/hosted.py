@@ -18,7 +18,6 @@ import aiohttp
 from atroposlib.envs.base import BaseEnv
 from tenacity import RetryError
 
-from atropos_common.net.http import KEY_USER
 from atropos_common.protocol.records import (
     CANCELLED,
     FLAT,
@@ -56,6 +55,7 @@ from atropos_envs.hosting.engine_client import (
 )
 from atropos_envs.hosting.evaluation import EvalLog, Tally, component_name, eval_path
 from atropos_envs.hosting.groups import Unsendable, convert, encoded
+from atropos_envs.hosting.keys import with_run_key
 from atropos_envs.hosting.queue_slots import PendingGroup, QueueSlots, WorkerMeter
 from atropos_envs.hosting.registration import Registration
 from atropos_envs.hosting.rollout import begin_rollout, present
@@ -73,41 +73,6 @@ PARSER_TRANSLATOR = "atroposlib.envs.server_handling.tool_call_translator"
 PARSER_PROTOCOL = "vllm.entrypoints.openai.engine.protocol"
 # The group that the present task makes.
 _pending: ContextVar[PendingGroup | None] = ContextVar("pending", default=None)
-
-
-class KeyedUrl(str):
-    """run-api's address, with the run's key as its password only where it is formatted."""
-
-    key: str
-
-    @classmethod
-    def of(cls, url: str, key: str) -> KeyedUrl:
-        made = cls(url)
-        made.key = key
-        return made
-
-    # atroposlib's clients format their URLs (`f"{url}/info"`). `str(url)`, which goes to W&B and
-    # logs, stays the plain address.
-    def __format__(self, form: str) -> str:
-        scheme, mark, rest = self.partition("://")
-        return format(f"{scheme}{mark}{KEY_USER}:{self.key}@{rest}", form)
-
-
-def with_run_key(config: Any, server_configs: Any, key: str) -> tuple[Any, Any]:
-    """Return both configurations with the run's key."""
-    if not key:
-        return config, server_configs
-    # The key goes only to servers of the plan, never to a judge or another model's server.
-    known = {base_url.rstrip("/") for base_url in os.environ.get(ENV_ENGINE_URLS, "").split()}
-
-    def keyed(each: Any) -> Any:
-        url = str(getattr(each, "base_url", None) or "").rstrip("/")
-        return each.model_copy(update={"api_key": key}) if url in known else each
-
-    several = isinstance(server_configs, list)
-    servers = [keyed(each) for each in server_configs] if several else keyed(server_configs)
-    url = KeyedUrl.of(str(config.rollout_server_url), key)
-    return config.model_copy(update={"rollout_server_url": url}), servers
 
 
 def load_tool_parser(name: str) -> None:

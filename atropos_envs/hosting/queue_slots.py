@@ -165,8 +165,8 @@ class QueueSlots:
     # group with a slot is flat or fails. All spare groups are dropped as soon as the last slot is
     # filled.
     # With several batches ahead, groups get slots once they are finished. While the engine is the
-    # limit, slots are not short then. A spare group that waited for older ones, half of which may be
-    # flat, would be too late.
+    # limit, slots are not short then. A spare group that waited for older ones, half of which may
+    # be flat, would be too late.
     def _assign(self) -> list[PendingGroup]:
         groups = [
             each for each in self._groups if self._ahead <= 1 or each.useful_since is not None
