@@ -386,7 +386,7 @@ class Hosted(BaseEnv):  # type: ignore[misc]
     def _count_result(self, reasons: list[str | None]) -> None:
         pending = _pending.get()
         if self.queue_slots is not None and pending is not None and reasons:
-            useful = None in reasons
+            useful = reasons.count(None)
             flat = not useful and FLAT in reasons
             self._drop(self.queue_slots.finish(pending, useful=useful, flat=flat))
 

@@ -27,6 +27,8 @@ class PendingGroup:
         self.has_slot = False
         self.made = False
         """Its rollouts are finished."""
+        self.useful = 1
+        """Groups that it sends; some environments make several at once."""
         self.useful_since: int | None = None
         """Batches that the trainer had begun when something to send was finished."""
         # Resolved once, to True or False, by `decide`.
@@ -85,24 +87,27 @@ class QueueSlots:
     def sent(self, group: PendingGroup | None, groups: int) -> list[PendingGroup]:
         """Count `groups` that run-api accepted; return as `update`."""
         self.open_slots -= groups
-        return self.end(group)
+        if group is None or group.useful <= groups:
+            return self.end(group)
+        group.useful -= groups
+        return self._assign()
 
-    def finish(self, group: PendingGroup, *, useful: bool, flat: bool) -> list[PendingGroup]:
+    def finish(self, group: PendingGroup, *, useful: int, flat: bool) -> list[PendingGroup]:
         """Count a group whose rollouts are finished; return other groups as `update`.
 
         Args:
-            useful: something of it is to be sent.
-            flat: nothing is, since all is flat. A group that is neither has failed.
+            useful: number of groups to be sent.
+            flat: it is 0, since all is flat. A group that is neither has failed.
         """
         self._flat.append(flat)
-        group.made = useful or flat
+        group.made = useful > 0 or flat
         if not useful:
             return []
         if all(each is not group for each in self._groups):
             # A task of the environment's own sends after the group's end: nothing would decide it.
             group.decide(True)
             return []
-        group.useful_since = self.step
+        group.useful, group.useful_since = useful, self.step
         late = self._assign()
         # The group itself learns it from `wait_for_slot`.
         return [each for each in late if each is not group]
@@ -172,13 +177,13 @@ class QueueSlots:
             each for each in self._groups if self._ahead <= 1 or each.useful_since is not None
         ]
         # Groups with a slot that have not reached run-api yet; they use up open slots.
-        owners = sum(each.has_slot for each in self._groups)
+        owners = sum(each.useful for each in self._groups if each.has_slot)
         for group in [each for each in groups if not each.has_slot]:
             if owners >= self.open_slots:
                 break
             if self._in_time(group, before=self._all - self.open_slots + owners):
                 group.decide(True)
-                owners += 1
+                owners += group.useful
         without = [each for each in groups if not each.has_slot]
         full = self.open_slots <= 0 and self._ahead <= 1
         late = [each for each in without if full or not self._in_time(each)]

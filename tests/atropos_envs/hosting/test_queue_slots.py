@@ -91,7 +91,7 @@ async def test_spare_groups_are_for_the_slots_that_flat_groups_leave() -> None:
         _looked(places, ahead=ahead)
         for flat in (True, False) * 20:
             (group,) = await _groups(places, 1)
-            places.finish(group, useful=not flat, flat=flat)
+            places.finish(group, useful=int(not flat), flat=flat)
             places.end(group)
         wanted[ahead] = (places.wanted(), places.wanted(most=20), places.open_slots)
     assert wanted[1] == (7, 7, 2), "in most cases two of them are useful"
@@ -106,7 +106,7 @@ async def test_with_several_batches_ahead_groups_get_slots_once_they_are_finishe
     groups = await _groups(places, 6)
     assert not any(group.has_slot for group in groups) and places.waiting == 0
     for group in reversed(groups):
-        assert places.finish(group, useful=True, flat=False) == []
+        assert places.finish(group, useful=1, flat=False) == []
     assert [group.has_slot for group in groups] == [False] * 2 + [True] * 4
     for group in groups[2:]:
         places.sent(group, 1)
@@ -119,13 +119,28 @@ async def test_with_several_batches_ahead_groups_get_slots_once_they_are_finishe
     assert not await groups[1].wait_for_slot()
 
 
+async def test_several_groups_of_one_rollout_take_a_slot_each() -> None:
+    """They filled the queue with half as many again as it has slots."""
+    places = QueueSlots()
+    _looked(places, ahead=2)
+    first, second, third = await _groups(places, 3)
+    for group in (first, second, third):
+        places.finish(group, useful=3, flat=False)
+    assert [group.has_slot for group in (first, second, third)] == [True, True, False]
+    for group in (first, first, first, second):
+        places.sent(group, 1)
+    assert places.open_slots == 0 and places.waiting == 1, "two of the second are on their way"
+    places.sent(second, 1), places.sent(second, 1)
+    assert _looked(places, queued=2, step=1, ahead=2) == [] and third.has_slot
+
+
 async def test_a_group_that_is_sent_after_its_end_does_not_wait() -> None:
     """A task of the environment's own sends it; nothing decided it, and the task hung."""
     places = QueueSlots()
     _looked(places, ahead=2)
     (group,) = await _groups(places, 1)
     places.end(group)
-    assert places.finish(group, useful=True, flat=False) == []
+    assert places.finish(group, useful=1, flat=False) == []
     assert await group.wait_for_slot()
 
 
@@ -134,7 +149,7 @@ async def test_the_flat_share_is_of_as_many_groups_as_are_in_flight() -> None:
     _looked(places, ahead=2)
     for flat in [False] * 100 + [True] * 100:
         (group,) = await _groups(places, 1)
-        places.finish(group, useful=not flat, flat=flat)
+        places.finish(group, useful=int(not flat), flat=flat)
         places.end(group)
     assert places.flat_share == 64 / 65
     await _groups(places, 200)
@@ -146,10 +161,10 @@ async def test_a_group_that_took_long_waits_as_long_as_a_quick_one() -> None:
     _looked(places, ahead=2)
     slow, *others = await _groups(places, 5)
     for group in others:
-        places.finish(group, useful=True, flat=False)
+        places.finish(group, useful=1, flat=False)
         places.sent(group, 1)
     _looked(places, queued=4, step=5, ahead=2)
-    places.finish(slow, useful=True, flat=False)
+    places.finish(slow, useful=1, flat=False)
     assert places.full and places.waiting == 1
     assert _looked(places, queued=0, step=6, ahead=2) == [] and await slow.wait_for_slot()
 
