@@ -60,7 +60,7 @@ from trainer_core.preparation import (
     joined_world,
     make_stepper,
     open_source,
-    require_recording,
+    require_recorded_routing,
     restored_process_state,
     seed_all,
     with_rollouts,
@@ -289,7 +289,7 @@ class Run:
         use_head(model, config.head_dtype)
         print(f"Attention: {use_attention(model, config.attention_kernel)}")
         routers = replay_in(model) if config.routing_replay else None
-        self.world.share(lambda: require_recording(config, self.sync.engines))
+        self.world.share(lambda: require_recorded_routing(config, self.sync.engines))
         return model, routers
 
     def _reference(self, start: checkpoint.StartingPoint) -> Reference:

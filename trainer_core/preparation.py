@@ -81,7 +81,7 @@ def open_source(
     return open_api(config, step, stop) if config.rollouts is None else open_rollouts(config)
 
 
-def require_recording(config: TrainingConfig, engines: Sequence[ServerClient]) -> None:
+def require_recorded_routing(config: TrainingConfig, engines: Sequence[ServerClient]) -> None:
     """Raise `UsageError` if routing is to be replayed and an engine does not record it."""
     for engine in engines if config.routing_replay else ():
         with suppress(EngineGone):  # the publish finds that out

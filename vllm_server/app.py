@@ -240,6 +240,7 @@ async def build(config: ServerConfig, args: Namespace, engine: Any, address: str
     if "generate" not in tasks:
         able = ", ".join(tasks)
         raise ConfigError(f"--model {args.model} does not generate text (it can {able})")
+    await require_plugin(engine)
     app = compat.build_app(args, tasks, engine.model_config)
     await compat.init_app_state(engine, app.state, args, tasks)
 
@@ -293,10 +294,9 @@ async def prepare_weights(
     """Export the weights, generate once, and test how the model takes new weights.
 
     Raises:
-        UnsafeGraphs, ConfigError: see `require_safe_graphs` and `require_plugin`.
+        UnsafeGraphs, ConfigError: see `require_safe_graphs`.
     """
     config, engine = bridge.config, bridge.engine
-    await require_plugin(engine)
     if config.shared_weights:
         await export_weights(bridge, address)
     if config.sampling == "as_asked":

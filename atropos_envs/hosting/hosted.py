@@ -55,10 +55,10 @@ from atropos_envs.hosting.engine_client import (
 )
 from atropos_envs.hosting.evaluation import EvalLog, Tally, component_name, eval_path
 from atropos_envs.hosting.groups import Unsendable, convert, encoded
-from atropos_envs.hosting.keys import with_run_key
 from atropos_envs.hosting.queue_slots import PendingGroup, QueueSlots, WorkerMeter
 from atropos_envs.hosting.registration import Registration
 from atropos_envs.hosting.rollout import begin_rollout, present
+from atropos_envs.hosting.run_key import with_run_key
 
 log = logging.getLogger(__name__)
 

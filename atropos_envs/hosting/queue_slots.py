@@ -103,7 +103,7 @@ class QueueSlots:
         group.made = useful > 0 or flat
         if not useful:
             return []
-        if all(each is not group for each in self._groups):
+        if group not in self._groups:
             # A task of the environment's own sends after the group's end: nothing would decide it.
             group.decide(True)
             return []

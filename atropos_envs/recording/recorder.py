@@ -106,10 +106,12 @@ class OpenRollout:
 
     async def discard(self) -> None:
         """Let the engines forget the turns that were not collected."""
-        with suppress(aiohttp.ClientError, OSError):  # TimeoutError is an OSError
+        left = self._proxy.asked - self._taken
+        takes = [self._client.take(server, self._proxy.name) for server in left]
+        # An engine that is away has nothing to forget, and keeps no other from it.
+        with suppress(TimeoutError):
             async with asyncio.timeout(DISCARD_S):
-                for server in self._proxy.asked - self._taken:
-                    await self._client.take(server, self._proxy.name)
+                await asyncio.gather(*takes, return_exceptions=True)
 
 
 class Recorder:

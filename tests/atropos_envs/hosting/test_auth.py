@@ -15,7 +15,7 @@ from atropos_common.net.http import allowed_hosts, run_key
 from atropos_common.system.run_dir import ENV_RUN_KEY
 from atropos_envs import EnvFault
 from atropos_envs.arithmetic_server import ArithmeticEnv
-from atropos_envs.hosting.keys import with_run_key
+from atropos_envs.hosting.run_key import with_run_key
 from atropos_envs.tiny_model import build_tiny_model, save_model
 from tests.atropos_envs.support import make_env, run_api
 
